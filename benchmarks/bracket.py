@@ -51,7 +51,7 @@ class BracketSetting:
 
 SETTINGS = {
     "quickstart": BracketSetting(QUICKSTART, 12),
-    "quickstart, rematerialised": BracketSetting(QUICKSTART, 12, ("training.remat=full",)),
+    "quickstart, rematerialised": BracketSetting(QUICKSTART, 12, ("execution.remat=full",)),
     "quickstart, 4 microbatches": BracketSetting(QUICKSTART, 12, ("training.microbatches=4",)),
     "shakespeare_char": BracketSetting("configs/shakespeare_char.toml", 60, ("data.text=stdlib",)),
     "gpt2_25m": BracketSetting("benchmarks/gpt2_25m.toml", 2),

@@ -20,7 +20,7 @@ import results
 
 FILE = results.FOLDER / results.cpu() / "compile_targets.json"
 MODELS = Path(__file__).parents[1] / "configs/models"
-USUAL_SETTINGS = ["training.sequence=4096", "training.remat=full"]
+USUAL_SETTINGS = ["training.sequence=4096", "execution.remat=full"]
 CASES = {
     **{
         f"llama3.1-8b on {chips}": ["llama3.1-8b.toml", "--on", chips, *USUAL_SETTINGS]

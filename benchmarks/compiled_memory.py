@@ -11,6 +11,7 @@ The compilers must be those that the file was recorded with, unless all cases ar
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 import results
 
 from jaxlm import config as configuration
-from jaxlm.config import Experiment
+from jaxlm.config import SIZE_KEYS, Experiment
 from jaxlm.core import accelerators
 from jaxlm.costs.counted.memory import Memory, memory
 from jaxlm.costs.hardware.target import Target
@@ -33,6 +34,8 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 
 ROOT = Path(__file__).parents[1]
+# Sections whose keys are told apart without them.
+_SECTION = re.compile(r"^(execution|training|model)\.")
 FILE = results.FOLDER / "compiled" / "memory.json"
 PAGE = ROOT / "docs" / "memory.md"
 _MARK = "<!-- from here on written by benchmarks/compiled_memory.py -->\n"
@@ -51,13 +54,14 @@ class MemoryCase:
     overrides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        settings = "".join(f", {o.removeprefix('training.').removeprefix('model.')}" for o in self.overrides)
+        settings = "".join(f", {_SECTION.sub('', o)}" for o in self.overrides)
         return f"{self.model}, {self.kind}, {self.on}, {self.layout}, {self.batch} × {self.sequence}{settings}"
 
     def load(self) -> Experiment:
-        sizes = f"training.batch={self.batch}", f"training.sequence={self.sequence}"
+        batch, sequence = SIZE_KEYS[self.kind]
+        sizes = f"{batch}={self.batch}", f"{sequence}={self.sequence}"
         return configuration.load(
-            ROOT / "configs" / "models" / f"{self.model}.toml", [*sizes, "training.kernels=xla", *self.overrides]
+            ROOT / "configs" / "models" / f"{self.model}.toml", [*sizes, "execution.kernels=xla", *self.overrides]
         )
 
     def counted(self) -> Memory:
@@ -68,9 +72,9 @@ class MemoryCase:
 def _cases() -> Iterator[MemoryCase]:
     """Yield the cases; each can fail for its own reason. Few layers stand for all if only their number differs."""
     llama, gpt2, qwen, few = "llama3.1-8b", "gpt2-355m", "qwen3-0.6b", "model.num_layers=4"
-    full, fsdp = "training.remat=full", lambda n: Layout(fsdp=n)  # noqa: E731
-    keep = "training.remat=[{}]".format(", ".join(f'"{name}"' for name in ("query", "key", "value", "up", "gate")))
-    less = 'training.remat=["query", "key", "value"]'
+    full, fsdp = "execution.remat=full", lambda n: Layout(fsdp=n)  # noqa: E731
+    keep = "execution.remat=[{}]".format(", ".join(f'"{name}"' for name in ("query", "key", "value", "up", "gate")))
+    less = 'execution.remat=["query", "key", "value"]'
     parts, tensor = "training.microbatches=4", lambda f, t: Layout(fsdp=f, tensor=t)  # noqa: E731
 
     yield MemoryCase("train", llama, "h200-sxm:8", 8, 4096, fsdp(8), (full,))
@@ -89,7 +93,7 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", gpt2, "h200-sxm", 16, 1024, overrides=(full,))
     yield MemoryCase("train", gpt2, "a100-sxm4-80g", 16, 1024, overrides=(full, parts))
     yield MemoryCase("train", gpt2, "a100-sxm4-80g:8", 64, 1024, fsdp(8))
-    yield MemoryCase("train", gpt2, "a100-sxm4-80g", 8, 1024, overrides=(full, "training.dtype=float32"))
+    yield MemoryCase("train", gpt2, "a100-sxm4-80g", 8, 1024, overrides=(full, "execution.dtype=float32"))
     yield MemoryCase("train", gpt2, "a100-sxm4-80g", 1, 256, overrides=(full,))
     yield MemoryCase("train", qwen, "h100-sxm5:8", 16, 2048, fsdp(8))
     yield MemoryCase("train", qwen, "h100-sxm5", 8, 2048, overrides=(full, parts))
@@ -113,7 +117,7 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", qwen, "tpu-v6e:2x4", 8, 2048, Layout(data=2, fsdp=2, tensor=2), (less,))
     yield MemoryCase("train", qwen, "tpu-v6e:2x2", 32, 2048, Layout(data=4), (full, parts))
 
-    auto = "training.kernels=auto"
+    auto = "execution.kernels=auto"
     yield MemoryCase("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, full))
     yield MemoryCase("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto))
     yield MemoryCase("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto, full, parts))

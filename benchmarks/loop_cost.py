@@ -63,7 +63,7 @@ def main() -> None:
     host = next(batches)
 
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
-        steps = TrainStep(experiment.model, training, experiment.optimizer).jitted(mesh)
+        steps = TrainStep(experiment.model, experiment.execution, training, experiment.optimizer).jitted(mesh)
         state, batch = steps.init(), put_batch(host, mesh)
         program = steps.train.lower(state, batch).compile()
         metrics = None

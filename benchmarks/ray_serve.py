@@ -34,7 +34,7 @@ def load(model: str, *options: str) -> dict[str, Any]:
     """Return the figures of a load."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "jaxlm", "bench", "serve", model, "training.dtype=float32", *LOAD]
+        command = [sys.executable, "-m", "jaxlm", "bench", "serve", model, "execution.dtype=float32", *LOAD]
         subprocess.run([*command, *options, "--out", str(file)], cwd=ROOT, check=True)
         found = json.loads(file.read_text())
         del found["environment"]  # which results files have already
@@ -97,7 +97,7 @@ def main() -> None:
     name, url = Path(model).name, f"http://127.0.0.1:{PORT}"
     alone = load(model)
     command = [sys.executable, "launch/ray_serve.py", model, "--replicas", "2", "--port", str(PORT)]
-    ray = subprocess.Popen([*command, "--", "training.dtype=float32"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    ray = subprocess.Popen([*command, "--", "execution.dtype=float32"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert ray.stdout is not None
         while not (line := ray.stdout.readline()).startswith("serving"):

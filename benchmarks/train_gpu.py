@@ -68,7 +68,8 @@ def flops(experiment: Experiment) -> dict[str, int]:
     from jaxlm.training.step import TrainStep
 
     model, training = experiment.model, experiment.training
-    steps = TrainStep(model, training.model_copy(update={"remat": "none"}), experiment.optimizer)
+    execution = experiment.execution.model_copy(update={"remat": "none"})
+    steps = TrainStep(model, execution, training, experiment.optimizer)
     row = jax.ShapeDtypeStruct((training.batch, training.sequence), "int32")
     batch = {name: row for name in ("tokens", "targets", "segments", "positions")}
 
@@ -93,7 +94,7 @@ def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -
         commands["pytorch-compiled"], absent = [*command, "pytorch-compiled"], None
     worked = interleave.run_interleaved(commands, arguments.steps, arguments.blocks)
     device = next((done.facts["device"] for done in worked.values() if not done.failed), None)
-    counted, peak = flops(experiment), peak_flops(device, training.dtype)
+    counted, peak = flops(experiment), peak_flops(device, experiment.execution.dtype)
 
     def row(done: interleave.WorkerResult) -> dict[str, Any]:
         if done.failed:
@@ -108,7 +109,8 @@ def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -
         "device": device,
         "config": path.name,
         "parameters": parameter_count(model),
-        **training.model_dump(include={"batch", "sequence", "dtype", "remat", "scan_layers"}, mode="json"),
+        **training.model_dump(include={"batch", "sequence"}, mode="json"),
+        **experiment.execution.model_dump(include={"dtype", "remat", "scan_layers"}, mode="json"),
         "steps_per_block": arguments.steps,
         "flops": counted,
         "peak_flops": peak,
@@ -173,16 +175,16 @@ def main() -> None:
     parser.add_argument("--models", default=MODELS, help=f"separated by commas ({MODELS})")
     parser.add_argument("--batch", help="training.batch, by default as the model's file says")
     parser.add_argument("--sequence", help="training.sequence, likewise")
-    parser.add_argument("--remat", help="training.remat of jaxlm, such as none or full")
+    parser.add_argument("--remat", help="execution.remat of jaxlm, such as none or full")
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="in each block")
     parser.add_argument("--without-torch", action="store_true", help="time jaxlm alone")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the results")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for key in ("batch", "sequence", "remat"):
-        if (value := getattr(arguments, key)) is not None:
-            arguments.overrides.append(f"training.{key}={value}")
+    for key in ("training.batch", "training.sequence", "execution.remat"):
+        if (value := getattr(arguments, key.partition(".")[2])) is not None:
+            arguments.overrides.append(f"{key}={value}")
 
     # One GPU, for the workers: this process itself starts no backend.
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
@@ -198,7 +200,9 @@ def main() -> None:
         return interleave.serve(lambda: WORKERS[arguments.worker](experiment))
 
     sizes = "training.batch=", "training.sequence="
-    changed = [each.removeprefix("training.") for each in arguments.overrides if not each.startswith(sizes)]
+    changed = [
+        re.sub(r"^(training|execution)\.", "", each) for each in arguments.overrides if not each.startswith(sizes)
+    ]
     changes = [re.sub(r"[^\w.]+", "-", each).strip("-") for each in changed]
     failed = []
     for name, experiment in experiments.items():

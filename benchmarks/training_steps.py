@@ -23,7 +23,7 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     shape = training.batch, training.sequence
     mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
     with jax.set_mesh(mesh):
-        compiled = TrainStep(experiment.model, training, experiment.optimizer).jitted(mesh)
+        compiled = TrainStep(experiment.model, experiment.execution, training, experiment.optimizer).jitted(mesh)
         state = compiled.init()
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
 
@@ -57,7 +57,7 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
 def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool = False) -> Worker:
     """Return a worker with the same steps in plain PyTorch.
 
-    Parameters are in float32; products run under autocast if `training.dtype` is narrower. On a GPU, AdamW is fused.
+    Parameters are in float32; products run under autocast if `execution.dtype` is narrower. On a GPU, AdamW is fused.
 
     Raises ValueError for settings that PyTorch's step does not have.
     """
@@ -79,7 +79,7 @@ def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool 
         weight_decay=optimizer.weight_decay,
         fused=on_gpu or None,
     )
-    dtype = getattr(torch, training.dtype)
+    dtype = getattr(torch, experiment.execution.dtype)
     autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
     shape = 2, training.batch, training.sequence
 

@@ -5,6 +5,7 @@ Importing this module imports nothing heavy; its functions import what they need
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, cast
@@ -128,11 +129,10 @@ def load(
       checkpoint: the newest, or the one with the lowest held-out loss.
       average: whether to take the moving average of the weights (`training.ema_decay`) in their place.
       dtype: of the parameters, "float32" or "bfloat16", "stored" for the one that each is stored in, or "auto" for the
-        one that is fastest here, as measured; `training.dtype` where it is not given.
+        one that is fastest here, as measured; `execution.dtype` where it is not given.
       workload: the step that parameters are laid out for: "decode" keeps weights where they are; "train", for
         `evaluate`, shards them over fsdp too, and "prefill" those of them that it divides.
-      engine: sizes of the engine that continues prompts; by default 64 sequences at a time, of as many tokens as are
-        asked for.
+      engine: settings of the engine that continues prompts; by default of the sizes in `experiment.inference`.
       say: takes a line about each checkpoint that is passed over, and about a dtype that was chosen.
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
@@ -141,7 +141,7 @@ def load(
     if average and source.experiment().training.ema_decay is None:
         raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = source.overridden(overrides, reads)
-    dtype = dtype or experiment.training.dtype
+    dtype = dtype or experiment.execution.dtype
     return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say)
 
 
@@ -183,7 +183,12 @@ def source_of(path: Path) -> "ModelSource":
 
 
 class LoadedModel:
-    """A trained or published model: `load` makes one. `experiment` is that of its run, with overrides."""
+    """A trained or published model: `load` makes one.
+
+    Attributes:
+      experiment: that of its run, with overrides.
+      settings: of the engine that `engine` makes.
+    """
 
     def __init__(
         self,
@@ -197,7 +202,8 @@ class LoadedModel:
         say: Callable[[str], None],
     ):
         self.source, self.experiment = source, experiment
-        self._settings, self._engine = engine, None
+        self.settings = engine or experiment.inference.settings()
+        self._engine: Engine | None = None
         self._step: int | None = None
         self._checkpoint, self._average, self._dtype = checkpoint, average, dtype
         self._workload: Kind = workload
@@ -370,17 +376,16 @@ class LoadedModel:
 
     def engine(self, tokens: int = 1) -> "Engine":
         """Return the engine of the model, for sequences of so many tokens at least. It is made when it is first asked
-        for, and again for longer sequences than its cache holds, unless `load` was given its sizes.
+        for, and again for longer sequences than its cache holds, unless `settings` give it a context or a memory.
 
         Raises InputError for a model that the engine cannot serve, or where memory does not hold its cache.
         """
-        from jaxlm.inference.settings import EngineSettings
-
         if self._engine is None:
-            self._engine = self._new_engine(self._settings or EngineSettings())
-        if self._settings is None and self._engine.longest < min(tokens, self.config.context_length):
+            self._engine = self._new_engine(self.settings)
+        may_grow = self.settings.context is None and self.settings.cache_bytes is None
+        if may_grow and self._engine.longest < min(tokens, self.config.context_length):
             self._engine = None  # its memory is free before another takes some
-            self._engine = self._new_engine(EngineSettings(context=1 << (tokens - 1).bit_length()))
+            self._engine = self._new_engine(replace(self.settings, context=1 << (tokens - 1).bit_length()))
         return self._engine
 
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
@@ -395,7 +400,7 @@ class LoadedModel:
             settings,
             known=self.tokenizer and self.tokenizer.known(self.config.vocab_size),
             ends=self.tokenizer.ends if self.tokenizer else (),
-            kernels=self.experiment.training.kernels,
+            kernels=self.experiment.execution.kernels,
         )
 
     def evaluate(
@@ -421,7 +426,7 @@ class LoadedModel:
         else:
             self.source.check_own_text(experiment)
         parameters = self.parameters
-        steps = TrainStep(self.config, training, experiment.optimizer).jitted(self.mesh)
+        steps = TrainStep(self.config, experiment.execution, training, experiment.optimizer).jitted(self.mesh)
         with display or Display() as shown:
             source = self.source
             if data is None:
@@ -465,7 +470,7 @@ class LoadedModel:
 
         @jax.jit
         @using_rules(PREFILL)
-        @using_kernels(self.experiment.training.kernels)
+        @using_kernels(self.experiment.execution.kernels)
         def logits(parameters: "Tree", tokens_BT: jax.Array) -> jax.Array:
             module = nnx.merge(graph, parameters)
             positions_BT = jax.numpy.broadcast_to(jax.numpy.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -562,11 +567,11 @@ def plan(
     """Count what a step costs on chips that need not be here, without starting a JAX backend.
 
     Args:
-      experiment: as `jaxlm.config.load` returns it; where it gives no `training.batch`, the batch is padded until the
-        mesh divides it.
+      experiment: as `jaxlm.config.load` returns it; where it gives no `training.batch`, or in inference no
+        `inference.sequences`, they are padded until the mesh divides them.
       on: chips, such as "h200-sxm:8" or "tpu-v5e:4x4"; "all:8" ranks 8 chips of each kind in the catalog.
       mesh: axes, such as "fsdp=8,tensor=2", in place of the experiment's; "auto" ranks those that fit.
-      workload: a step of training, a prefill or one decoded token, of `training.batch` sequences.
+      workload: a step of training, a prefill or one decoded token of each sequence (`jaxlm.config.SIZE_KEYS`).
       held: settings that a search leaves as they are, of "microbatches" and "remat".
 
     Returns plans, the best first, with why chips of the catalog are not among them. Raises InputError where the chips

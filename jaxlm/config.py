@@ -7,6 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from pydantic import Field, ValidationError
 from jaxlm.core import bundled, toml
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
+from jaxlm.core.moved_keys import former, with_present_keys
 from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
 from jaxlm.families.files import is_published, read_json
+from jaxlm.inference.config import InferenceConfig
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel import layout_choice
 from jaxlm.parallel.config import MeshConfig
@@ -36,8 +39,9 @@ _LONGEST = 100
 
 
 class Experiment(RunConfig):
-    """One training run, whole: also how the devices are factored that it runs on."""
+    """One training run, whole: also how the devices are factored that it runs on, and the sizes of inference."""
 
+    inference: InferenceConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     def to_toml(self) -> str:
@@ -48,21 +52,24 @@ class Experiment(RunConfig):
 def load(
     path: str | Path,
     overrides: Iterable[str] = (),
-    kind: Kind = "train",
+    kind: Kind | None = "train",
     *,
     model: dict[str, Any] | None = None,
     tokenizer: str | None = None,
 ) -> Experiment:
     """Read a TOML file, that of a run folder, a Hugging Face directory, hf:ORG/NAME of the Hub, or a configuration that
     comes with jaxlm by its name; apply `key=value` overrides with dotted keys, fill in and check everything that a step
-    of this kind asks for.
+    of this kind asks for; None asks for what all have in common.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
     [model] then change. It may be a name too. A path that exists goes before a name. Where the file has no [model],
-    `model` is it, and where it has no data.tokenizer, `tokenizer`. Raises InputError, in one line.
+    `model` is it, and where it has no data.tokenizer, `tokenizer`. Keys of earlier versions are refused, but for those
+    that a run folder keeps. Raises InputError, in one line.
     """
     path = _found(path)
     values = _read(path)
+    if RunPaths(path.parent).are_of_a_run and path.name == RunPaths(path.parent).config.name:
+        values = with_present_keys(values)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))
     if model is not None:
@@ -72,6 +79,7 @@ def load(
     file, overrides = copy.deepcopy(values), list(overrides)
     for override in overrides:
         _set(values, override)
+    _refuse_sizes_of_training(overridden(overrides), kind)
     _leave_other_kinds(values, file, set(overridden(overrides)))
     filled = _fill(values)
     try:
@@ -80,6 +88,17 @@ def load(
         raise InputError(f"{path}: {explain(error, Experiment, values, filled)}") from None
     _check(experiment, kind)
     return experiment
+
+
+def resolved(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration that a run recorded, maybe of an earlier version, as one of today's would record it; as
+    it is where today's cannot read it."""
+    values = with_present_keys(recorded)
+    _fill(values)
+    try:
+        return Experiment.model_validate(values).model_dump(mode="json")
+    except ValidationError:
+        return recorded
 
 
 def overridden(overrides: Iterable[str]) -> list[str]:
@@ -114,7 +133,8 @@ def default_run(
     """
     if path.is_dir():
         return path
-    given = {key: value for key, value in sorted(_overridden(overrides).items()) if not is_free(key)}
+    by_former_key = sorted(_overridden(overrides).items(), key=lambda item: former(item[0]))
+    given = {key: value for key, value in by_former_key if not is_free(key)}
     if getattr(experiment.optimizer.schedule, "decay_steps", None) == experiment.training.steps:
         given |= {key: value for key, value in _overridden(overrides).items() if key == "training.steps"}
     if start_from is not None:
@@ -137,6 +157,12 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
+# The keys of the size of a step: its sequences, and the tokens of each.
+SIZE_KEYS: dict[Kind, tuple[str, str]] = {
+    "train": ("training.batch", "training.sequence"),
+    "prefill": ("inference.sequences", "inference.prompt"),
+    "decode": ("inference.sequences", "inference.length"),
+}
 # Tokens per row where nothing says how many, of a model whose context is longer.
 DEFAULT_SEQUENCE = 8192
 # Keys of sizes that may be rounded up to suit a mesh; others are bound to one another.
@@ -191,6 +217,12 @@ def divided_by_mesh(model: ModelConfig) -> list[ModelSize]:
     return [*sizes, *(ModelSize(axis, f"model.{key}", getattr(model, key), key in _PADDABLE) for axis, key in tables)]
 
 
+def sizes(experiment: Experiment, kind: Kind) -> tuple[int, int]:
+    """Return the sequences of a step, over the whole job, and the tokens of each."""
+    batch, sequence = (attrgetter(key)(experiment) for key in SIZE_KEYS[kind])
+    return batch, sequence
+
+
 def _check(experiment: Experiment, kind: Kind) -> None:
     """Check what involves several sections. Raises InputError."""
     model, training = experiment.model, experiment.training
@@ -198,20 +230,21 @@ def _check(experiment: Experiment, kind: Kind) -> None:
         raise InputError("[dpo] is an objective for data.preferences, which are not given; give them or leave it out")
     if experiment.dpo is not None and training.z_loss:
         raise InputError(f"training.z_loss = {training.z_loss} is no part of [dpo]; leave it out")
-    if training.sequence > model.context_length:
+    _, sequence = sizes(experiment, kind or "train")
+    if sequence > model.context_length:
         raise InputError(
-            f"training.sequence = {training.sequence} is longer than model.context_length = {model.context_length}; "
-            "lower it"
+            f"{SIZE_KEYS[kind or 'train'][1]} = {sequence} is longer than model.context_length = "
+            f"{model.context_length}; lower it"
         )
     if kind == "train" and training.batch % training.microbatches:
         raise InputError(
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
             f"set it to one of {some_divisors(training.batch)}"
         )
-    kept = () if isinstance(training.remat, str) else training.remat
+    kept = () if isinstance(experiment.execution.remat, str) else experiment.execution.remat
     if unknown := [name for name in kept if name not in model.activations]:
         raise InputError(
-            f"training.remat keeps {', '.join(unknown)}, which no layer of the model has; what it can keep is "
+            f"execution.remat keeps {', '.join(unknown)}, which no layer of the model has; what it can keep is "
             f"{', '.join(model.activations)}"
         )
     makes_bytes = kind == "train" and experiment.data.tokenizer in ("bytes", "bpe")
@@ -221,7 +254,17 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             f"model.vocab_size = {model.vocab_size}; set model.vocab_size={BYTES_VOCABULARY}, or data.tokenizer to "
             "a file"
         )
-    check_layout(experiment, experiment.mesh.least(), kind)
+    if kind == "train":
+        check_layout(experiment, experiment.mesh.least())
+
+
+def _refuse_sizes_of_training(keys: Iterable[str], kind: Kind | None) -> None:
+    """Raise InputError for an override of a size in [training] where a step of inference has its own."""
+    if kind in ("prefill", "decode"):
+        present = dict(zip(SIZE_KEYS["train"], SIZE_KEYS[kind], strict=True))
+        if moved := [key for key in keys if key in present]:
+            said = "; ".join(f"{key} is of training, and of {kind} it is {present[key]}" for key in moved)
+            raise InputError(f"{said}: give that")
 
 
 def _found(name: str | Path, folder: Path = Path()) -> Path:
@@ -327,16 +370,18 @@ def _at(values: Any, section: str) -> dict[str, Any]:
 def _fill(values: dict[str, Any]) -> set[str]:
     """The defaults of one section that come from another; their keys."""
     filled = set()
-    for section in ("training", "optimizer"):
+    for section in ("training", "optimizer", "inference"):
         values.setdefault(section, {})
     if _has_preferences(values.get("data")):
         values.setdefault("dpo", {})
     model, training, optimizer = values.get("model"), values["training"], values["optimizer"]
-    if isinstance(model, dict) and isinstance(training, dict) and "context_length" in model:
-        if "sequence" not in training:
-            length = model["context_length"]
-            training["sequence"] = min(length, DEFAULT_SEQUENCE) if isinstance(length, int) else length
-            filled.add("training.sequence")
+    if isinstance(model, dict) and "context_length" in model:
+        length = model["context_length"]
+        for _, key in SIZE_KEYS.values():
+            section, _, name = key.partition(".")
+            if isinstance(values[section], dict) and name not in values[section]:
+                values[section][name] = min(length, DEFAULT_SEQUENCE) if isinstance(length, int) else length
+                filled.add(key)
     if isinstance(training, dict) and isinstance(optimizer, dict):
         schedule = optimizer.setdefault("schedule", {})
         # A constant schedule, or one that is not known, does not decay.

@@ -243,7 +243,7 @@ class Job:
         remembered = run.begun_from if lora is not None and run.has_checkpoint else None
         if remembered is not None and processes.is_first():
             remembered.check(run, self._source)
-        dtype = "float32" if lora is None else experiment.training.dtype
+        dtype = "float32" if lora is None else experiment.execution.dtype
         checkpoint = "newest" if remembered is None or remembered.step is None else remembered.step
         step, parameters = self._source.restore(experiment.model, mesh, TRAIN, dtype, checkpoint=checkpoint, say=say)
         origin = self._source.origin(step)
@@ -305,7 +305,7 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
     else:
         given = min(32, most, int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
-    cast_parameters, kernels = cast(parameters, jnp.dtype(experiment.training.dtype)), experiment.training.kernels
+    cast_parameters = cast(parameters, jnp.dtype(experiment.execution.dtype))
     tokenizer = dataset.tokenizer
     sampling = Sampling(temperature=0.8, top_p=0.95)
     tokens = min(experiment.records.sample_tokens, max_new_tokens(model, given))
@@ -317,7 +317,7 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
         EngineSettings(slots=1, context=request.most_tokens),
         known=tokenizer.known(model.vocab_size),
         ends=tokenizer.ends,
-        kernels=kernels,
+        kernels=experiment.execution.kernels,
     )
     try:
         pieces = Completer(engine, tokenizer)([request], experiment.training.seed)

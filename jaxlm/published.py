@@ -49,11 +49,11 @@ class PublishedSource:
 
     def experiment(self) -> Experiment:
         """The architecture, and for the rest defaults."""
-        return config.load(self.folder, kind="decode")
+        return config.load(self.folder, kind=None)
 
     def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
         """The experiment with `key=value` overrides. Raises InputError as `Run.overridden` does."""
-        experiment = config.load(self.folder, overrides, "decode")
+        experiment = config.load(self.folder, overrides, None)
         if experiment.model != self.experiment().model:
             raise InputError(f"{self} has another [model] than the overrides make of it; leave them out")
         check_reads(config.overridden(overrides), reads)

@@ -152,7 +152,7 @@ class Run:
         """The experiment with `key=value` overrides, of those sections and keys that the caller `reads` alone. Raises
         InputError where this is no run, where no such model is in it, or where an override would change nothing."""
         self.experiment()  # refuses what is no run
-        experiment = config.load(self.paths.config, overrides, "decode")
+        experiment = config.load(self.paths.config, overrides, None)
         self.check_model(experiment)
         check_reads(config.overridden(overrides), reads)
         return experiment
@@ -291,7 +291,7 @@ class Run:
         if not rows and step > 1:  # begun before there was a history
             rows = [{"step": 1, "data": self.digest(), "config": self.experiment().model_dump(mode="json")}]
         now = {"step": step, "data": dataset.digest, "config": experiment.model_dump(mode="json")}
-        if not rows or {**rows[-1], "step": step} != now:
+        if not rows or {**rows[-1], "step": step, "config": config.resolved(rows[-1]["config"])} != now:
             rows.append(now)
         JsonLines(self.paths.history).replace(rows)
         self._save_data(dataset)

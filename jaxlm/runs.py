@@ -83,7 +83,7 @@ def find(folder: Path) -> list[RunSummary]:
     for directory, below, _ in os.walk(folder):
         paths = RunPaths(Path(directory))
         run = Run(paths.directory)
-        if paths.config.is_file() and (paths.data.is_file() or run.is_imported):
+        if paths.are_of_a_run:
             below.clear()
             found.append(_summary(run))
     return sorted(found, key=lambda run: (run.age_s, run.run))

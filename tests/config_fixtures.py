@@ -34,10 +34,12 @@ activation = "silu"
 [data]
 text = "stdlib"
 
+[execution]
+dtype = "float32"
+
 [training]
 steps = 400
 batch = 16
-dtype = "float32"
 """
 
 

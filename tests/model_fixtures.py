@@ -10,9 +10,12 @@ import numpy as np
 from flax import nnx
 from pydantic import TypeAdapter
 
+from jaxlm.config import Experiment
 from jaxlm.core.schema import kind_of, sections_in
+from jaxlm.inference.config import InferenceConfig
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
@@ -126,8 +129,24 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def training(**changes) -> TrainingConfig:
-    return TrainingConfig(**{"batch": 8, "sequence": CONTEXT, "dtype": "float32", **changes})
+def sections(**changes) -> tuple[ExecutionConfig, TrainingConfig]:
+    """Return how a step of eight rows is executed, in float32, and what it trains, with changes of either."""
+    execution = {key: changes.pop(key) for key in ExecutionConfig.model_fields.keys() & changes}
+    training = {"batch": 8, "sequence": CONTEXT, **changes}
+    return ExecutionConfig(**{"dtype": "float32", **execution}), TrainingConfig(**training)
+
+
+def experiment(model: ModelConfig, optimization: OptimizerConfig | None = None, lora=None, **changes) -> Experiment:
+    """Return the experiment of a model, with changes of `sections`; inference takes as many sequences as training."""
+    execution, training = sections(**changes)
+    return Experiment(
+        model=model,
+        execution=execution,
+        training=training,
+        optimizer=(optimization or _OPTIMIZATION).model_dump(),
+        lora=lora,
+        inference=InferenceConfig(sequences=training.batch, length=training.sequence, prompt=training.sequence),
+    )
 
 
 OPTIMIZERS = tuple(map(kind_of, sections_in(AnyOptimizer)))
@@ -157,17 +176,17 @@ def batch(rows: int = 8, length: int = CONTEXT, seed: int = 0, vocabulary: int =
 _OPTIMIZATION = optimization()
 
 
-def jitted(model, training, mesh, optimization):
+def jitted(model, sections, mesh, optimization):
     """Return the jitted steps of an experiment, compiled at their first call."""
-    return TrainStep(model, training, optimization).jitted(mesh)
+    return TrainStep(model, *sections, optimization).jitted(mesh)
 
 
-def run_steps(model, training, batches, mesh=None, optimization=None, initialised=False):
+def run_steps(model, sections, batches, mesh=None, optimization=None, initialised=False):
     """Run training steps from drawn `parameters`, or from those that a run initialises, which is a program more.
     Return (metrics of each step, final state)."""
     mesh = mesh or meshes.make()
     with jax.set_mesh(mesh):
-        steps = jitted(model, training, mesh, optimization or _OPTIMIZATION)
+        steps = jitted(model, sections, mesh, optimization or _OPTIMIZATION)
         state = steps.init() if initialised else steps.begin(placed(model, mesh))
         metrics = []
         for host in batches:
@@ -185,7 +204,7 @@ def first_gradients(model, mesh, microbatches: int = 1):
     """Return the loss and all gradients of one step, through the step function itself: Adam's first moment after one
     update is (1 − β₁) × the gradient, and nothing is clipped."""
     adam = optimization(clip_norm=1e9, beta1=0.5)
-    (metrics,), state = run_steps(model, training(microbatches=microbatches), [batch()], mesh, adam)
+    (metrics,), state = run_steps(model, sections(microbatches=microbatches), [batch()], mesh, adam)
     moments = state.optimizer[1][0].mu
     return {"loss": metrics["loss"], "norm": metrics["grad_norm"]}, jax.tree.map(lambda m: 2.0 * m, moments)
 

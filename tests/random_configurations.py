@@ -152,12 +152,14 @@ def step(draw: random.Random, scale: Scale = SMALL, kind: Kind | None = None, la
         "remat": draw.choice(["none", "full", tuple(names) or "full"]),
         "microbatches": draw.choice([1, 1, 2]),
         "kernels": draw.choice(["auto", "xla"]),
-        "dropout": draw.choice([0.0, 0.0, 0.1]),
+        "dropout": draw.choice([False, False, True]),
         "optimizer": draw.choice(model_fixtures.OPTIMIZERS),
         "frozen": draw.choice([[], [], [draw.choice(patterns)]]),
-        "ema_decay": draw.choice([None, 0.99]),
+        "average": draw.choice([False, True]),
         "platform": draw.choice(["gpu", "tpu"]),
         "layout": layout,
     }
     kind = kind or draw.choice(["train", "train", "train", "prefill", "decode"])
+    if kind != "train":
+        changes |= {"microbatches": 1, "dropout": False, "average": False}
     return workload(kind, drawn, scale.batch, draw.choice(scale.sequences), **changes)

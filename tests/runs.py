@@ -34,10 +34,11 @@ feed_forward = {d_ff = 64, activation = "gelu"}
 text = "TEXT"
 tokenizer = "bytes"
 held_out = 0.1
+[execution]
+dtype = "float32"
 [training]
 steps = 40
 batch = 8
-dtype = "float32"
 dropout = 0.1
 log_every = 1
 [evaluation]

@@ -27,9 +27,10 @@ norm = {kind = "rms"}
 position = {kind = "rope"}
 attention = {num_heads = 4, num_kv_heads = 2}
 feed_forward = {d_ff = 64, activation = "silu", gated = true}
+[execution]
+dtype = "float32"
 [training]
 batch = 4
-dtype = "float32"
 """
 
 
@@ -108,7 +109,7 @@ def test_the_pytorch_model_is_the_same_model(family):
     batch = model_fixtures.batch(rows=2)
     batch["segments"] = np.ones_like(batch["segments"])
     batch["positions"] = np.tile(np.arange(model_fixtures.CONTEXT, dtype=np.int32), (2, 1))
-    steps = TrainStep(model, model_fixtures.training(batch=2), model_fixtures.optimization())
+    steps = TrainStep(model, *model_fixtures.sections(batch=2), model_fixtures.optimization())
     total, targets = jax.jit(steps.evaluate)(parameters, batch)
 
     net = TorchTransformer(model)
@@ -130,7 +131,7 @@ def test_flops_are_those_of_the_formula(name):
     attention = 12 * model.num_layers * training.batch * training.sequence**2 * heads
     flops = train_gpu.flops(experiment)
     assert flops["model"] == flops["napkin"] + attention
-    again = experiment.model_copy(update={"training": training.model_copy(update={"remat": "full"})})
+    again = experiment.model_copy(update={"execution": experiment.execution.model_copy(update={"remat": "full"})})
     assert train_gpu.flops(again) == flops
 
 

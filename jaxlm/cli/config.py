@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxlm.cli.tables import TextTable, names, numbers, texts
 from jaxlm.core.errors import InputError
+from jaxlm.core.moved_keys import RENAMED
 
 if TYPE_CHECKING:
     from jaxlm.core.reference import KeyTable
@@ -21,7 +22,7 @@ the command line too, as in `jaxlm train CONFIG training.batch=32`.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("key", nargs="?", metavar="KEY", help="a key or a table, such as training.remat or optimizer")
+    parser.add_argument("key", nargs="?", metavar="KEY", help="a key or a table, such as execution.remat or optimizer")
     parser.add_argument("--markdown", action="store_true", help="print Markdown (docs/reference.md)")
     parser.add_argument(
         "--list",
@@ -91,6 +92,8 @@ def _named(found: "list[KeyTable]", name: str) -> "list[KeyTable]":
     known = {key.key for table in found for key in table.keys} | {table.name for table in found}
     last = [key for key in known if key.rpartition(".")[2] == asked[-1]]
     near = difflib.get_close_matches(name, known, 1, 0.8) or sorted(last) or difflib.get_close_matches(name, known, 1)
+    if name in RENAMED:
+        raise InputError(f"{name} is now {RENAMED[name]}")
     hint = f"did you mean {' or '.join(near)}?" if near else "jaxlm config lists them"
     raise InputError(f"there is no key {name}; {hint}")
 

@@ -1,20 +1,19 @@
 """The sizes of the engine that continues prompts."""
 
 import argparse
-import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxlm.cli import trained
+from jaxlm.core.units import parse_memory
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
     from jaxlm.costs.workload import Workload
     from jaxlm.inference.engine import Engine
 
-_UNITS = {
-    **{"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
-    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-}
+# The keys of [inference] that an engine reads.
+_READ = tuple(f"inference.{key}" for key in ("sequences", "context", "page", "chunk_tokens", "cache_memory"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,21 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the number of sequences that are drawn together, their length and memory, and the prompts of a step."""
-    parser.add_argument("--slots", type=_positive, metavar="N", help="sequences that are under way at most (64)")
+    parser.add_argument(
+        "--slots", type=_positive, metavar="N", help="sequences that are under way at most (inference.sequences)"
+    )
     parser.add_argument(
         "--max-context",
         type=_positive,
         metavar="N",
-        help="tokens of a sequence at most (the model's, or what the cache holds)",
+        help="tokens of a sequence at most (inference.context)",
     )
     parser.add_argument(
         "--cache-memory",
         type=memory,
         metavar="SIZE",
-        help="memory of keys and values on each device, such as 2GiB (1GiB on a CPU, 80 %% of what is free elsewhere)",
+        help="memory of keys and values on each device, such as 2GiB (inference.cache_memory)",
     )
     parser.add_argument(
-        "--chunk-tokens", type=_positive, metavar="N", help="at most so many tokens of prompts in a step (512)"
+        "--chunk-tokens",
+        type=_positive,
+        metavar="N",
+        help="at most so many tokens of prompts in a step (inference.chunk_tokens)",
     )
 
 
@@ -49,7 +53,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        help="what to compute in (training.dtype); auto: what is fastest here, as measured",
+        help="what to compute in (execution.dtype); auto: what is fastest here, as measured",
     )
 
 
@@ -63,12 +67,12 @@ def add_fast(parser: argparse.ArgumentParser) -> None:
 
 
 def load(arguments: argparse.Namespace, **more: int) -> "LoadedModel":
-    """Return the model of the run, with what is asked for of its engine, and `more` of its settings. Raises InputError
+    """Return the model of the run, with what is given for its engine, and `more` of its settings. Raises InputError
     as `jaxlm.api.load` does."""
-    from jaxlm.inference.settings import EngineSettings
-
-    settings = {field: value for field, (_, value) in _given(arguments).items()} | more
-    return trained.load(arguments, dtype=arguments.dtype, engine=EngineSettings(**settings) if settings else None)
+    sizes = [f"inference.{key}={value}" for key, (_, value) in _sizes(arguments).items()]
+    model = trained.load(arguments, _READ, arguments.dtype, overrides=sizes)
+    model.settings = replace(model.settings, exact=not arguments.fast, **more)
+    return model
 
 
 def work_of(model: "LoadedModel", running: "Engine", batch: int | None, sequence: int) -> "Workload":
@@ -79,30 +83,30 @@ def work_of(model: "LoadedModel", running: "Engine", batch: int | None, sequence
 
     work = Workload.of(model.experiment, Layout(**model.mesh.shape), "decode")
     dtype = str(running.runner.programs.dtype)
-    return work.with_training(batch=batch or work.batch_shards, sequence=sequence, dtype=dtype)
+    return replace(work.with_execution(dtype=dtype), batch=batch or work.batch_shards, sequence=sequence)
 
 
 def option(arguments: argparse.Namespace) -> str | None:
     """Return an option that is given, or None."""
-    return next((option for option, _ in _given(arguments).values()), "--dtype" if arguments.dtype else None)
+    given = [*(option for option, _ in _sizes(arguments).values()), *["--fast"] * arguments.fast]
+    return next(iter(given), "--dtype" if arguments.dtype else None)
 
 
 def options(arguments: argparse.Namespace) -> list[str]:
     """Return the sizes and the choice of speed that are given, as options of a command."""
-    given = _given(arguments).values()
-    return [word for option, value in given for word in ([option] if value is False else [option, str(value)])]
+    sizes = [word for option, value in _sizes(arguments).values() for word in (option, str(value))]
+    return [*sizes, *["--fast"] * arguments.fast]
 
 
-def _given(arguments: argparse.Namespace) -> dict[str, tuple[str, int | bool]]:
-    """Return the options that are given, and their values, by the setting."""
-    asked = {
-        "slots": ("--slots", arguments.slots),
+def _sizes(arguments: argparse.Namespace) -> dict[str, tuple[str, int]]:
+    """Return the options of sizes that are given, and their values, by the key of [inference]."""
+    options = {
+        "sequences": ("--slots", arguments.slots),
         "context": ("--max-context", arguments.max_context),
-        "cache_bytes": ("--cache-memory", arguments.cache_memory),
+        "cache_memory": ("--cache-memory", arguments.cache_memory),
         "chunk_tokens": ("--chunk-tokens", arguments.chunk_tokens),
-        "exact": ("--fast", False if arguments.fast else None),
     }
-    return {field: (option, value) for field, (option, value) in asked.items() if value is not None}
+    return {key: (option, value) for key, (option, value) in options.items() if value is not None}
 
 
 def _positive(text: str) -> int:
@@ -113,7 +117,7 @@ def _positive(text: str) -> int:
 
 def memory(text: str) -> int:
     """Return the bytes of a size. Raises ArgumentTypeError for what is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
-    if not found or found[2] not in _UNITS or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 512MiB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    try:
+        return parse_memory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -6,7 +6,7 @@ import json
 from jaxlm.cli import engine, tasks, trained
 from jaxlm.core.errors import InputError
 
-_ROWS = ("training.batch", "training.sequence", "training.scan_layers")  # of [training] that a loss is measured with
+_ROWS = ("training.batch", "training.sequence", "execution.scan_layers")  # that a loss is measured with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def _at_a_loss(arguments: argparse.Namespace) -> int:
 
 
 def _at_tasks(arguments: argparse.Namespace) -> int:
-    """Evaluate at tasks, computed in `training.dtype`."""
+    """Evaluate at tasks, computed in `execution.dtype`."""
     model = engine.load(arguments)
     tokenizer = model.source.load_tokenizer()
     names = [name.strip() for name in arguments.tasks.split(",")]

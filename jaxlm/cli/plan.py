@@ -116,7 +116,7 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
         )
     table.print()
     if named := [plan.work.remat_shown for plan in shown if not isinstance(plan.work.remat, str)]:
-        print(f"named: training.remat={shlex.quote(named[0])}")
+        print(f"named: execution.remat={shlex.quote(named[0])}")
 
 
 def _show(plan: "Plan") -> None:

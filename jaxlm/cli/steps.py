@@ -44,6 +44,7 @@ def load(arguments: argparse.Namespace) -> "Experiment":
 def held(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the settings of a search that the command line gives, and which it therefore leaves as they are."""
     from jaxlm import config
+    from jaxlm.costs.search import VARIED
 
-    given = config.overridden(arguments.overrides) if arguments.workload == "train" else ()
-    return tuple(key for key in ("microbatches", "remat") if f"training.{key}" in given)
+    keys = config.overridden(arguments.overrides) if arguments.workload == "train" else ()
+    return tuple(name for name, key in VARIED.items() if key in keys)

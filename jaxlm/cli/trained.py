@@ -2,7 +2,7 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from jaxlm import api
@@ -10,7 +10,6 @@ from jaxlm.cli.paths import path
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
-    from jaxlm.inference.settings import EngineSettings
     from jaxlm.parallel.rules import Kind
 
 
@@ -33,7 +32,7 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     )
 
 
-_READ = ("model", "mesh", "training.dtype", "training.kernels")  # sections and keys that every command reads
+_READ = ("model", "mesh", "execution.dtype", "execution.kernels")  # sections and keys that every command reads
 
 
 def load(
@@ -41,10 +40,11 @@ def load(
     reads: Collection[str] = (),
     dtype: str | None = None,
     workload: "Kind" = "decode",
-    engine: "EngineSettings | None" = None,
+    overrides: Iterable[str] = (),
 ) -> "LoadedModel":
-    """Return the model of the run, with overrides of what the command reads: more than others in `reads`. Compiled
-    programs are kept for the next start. Raises InputError as `jaxlm.api.load` does."""
+    """Return the model of the run, with overrides of what the command reads, more than others in `reads`, and then
+    `overrides` that its options make. Compiled programs are kept for the next start. Raises InputError as
+    `jaxlm.api.load` does."""
     from jaxlm.core import compilation_cache
 
     def say(line: str) -> None:
@@ -52,13 +52,12 @@ def load(
 
     model = api.load(
         arguments.run,
-        arguments.overrides,
+        [*arguments.overrides, *overrides],
         reads=(*_READ, *reads),
         checkpoint=arguments.checkpoint,
         average=arguments.ema,
         dtype=dtype,
         workload=workload,
-        engine=engine,
         say=say,
     )
     compilation_cache.enable(say)

@@ -7,6 +7,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
+from jaxlm.core.moved_keys import RENAMED
 from jaxlm.core.schema import Section, chosen, kind_of, sections_at
 
 
@@ -48,32 +49,6 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
         case _:
             line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return line + (f" (and {len(others)} more)" if others else "")
-
-
-# Keys of earlier versions of [model], and the values of `kind` that have another name.
-RENAMED = {
-    "model.vocabulary": "vocab_size",
-    "model.context": "context_length",
-    "model.layers": "num_layers",
-    "model.width": "d_model",
-    "model.kernels": "training.kernels",
-    "model.post_norms": 'model.norm_placement = "both" where it was true',
-    "model.scale_embeddings": 'model.embedding_scale = "sqrt_d_model" where it was true',
-    "model.attention.heads": "num_heads",
-    "model.attention.kv_heads": "num_kv_heads",
-    "model.attention.head_width": "head_dim",
-    "model.attention.qk_norm = true": "'head'",
-    "model.attention.qk_norm = false": "'none'",
-    "model.attention.window.size": "model.attention.window",
-    "model.attention.window.global_every": "a [[model.pattern]] of layers with and without model.attention.window",
-    "model.attention.window.rope_theta": "position.theta of the entry of [[model.pattern]] that has the window",
-    "model.attention.window.rotary_base": "position.theta of the entry of [[model.pattern]] that has the window",
-    "model.feed_forward.hidden": "d_ff",
-    "model.position.base": "theta",
-    "model.position.scaling.original_context": "original_context_length",
-    "model.position.kind = 'rotary'": "'rope'",
-    "model.attention.kind = 'grouped_query'": "'gqa'",
-}
 
 
 def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:

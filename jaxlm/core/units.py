@@ -1,5 +1,6 @@
-"""Formatting of figures for a person. The figures themselves are in SI units, sizes in bytes."""
+"""Formatting of figures for a person, and sizes as a person writes them. Figures are in SI units, sizes in bytes."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,20 @@ _PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: 
 _TIMES = {3 * 86400.0: ("days", 86400.0), 7200.0: ("h", 3600.0), 120.0: ("min", 60.0)}
 # The least bytes that are shown in a unit, its size in bytes, and its digits after the point.
 _SIZES = {2**40: ("TiB", 2**40, 2), GIB // 2: ("GiB", GIB, 2), 2**20: ("MiB", 2**20, 0), 2**10: ("KiB", 2**10, 0)}
+
+# The units of a size that a person writes, in bytes.
+_UNITS = {
+    **{"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of a size, such as "2GiB". Raises ValueError for what is none."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    if not size or size[2] not in _UNITS or not float(size[1]):
+        raise ValueError(f"{text!r} must be a size such as 512MiB or 2GiB")
+    return int(float(size[1]) * _UNITS[size[2]])
 
 
 def gib(size: float) -> str:

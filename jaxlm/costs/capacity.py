@@ -45,7 +45,7 @@ def check(needed: "Memory", capacity: int | None) -> None:
     if capacity is None or needed.total <= _CERTAIN * capacity:
         return
     state = needed.parameters + needed.gradients + needed.optimizer
-    fewer = "lower training.batch or training.sequence, raise training.microbatches, or set training.remat=full"
+    fewer = "lower training.batch or training.sequence, raise training.microbatches, or set execution.remat=full"
     remedy = fewer if state <= capacity else "choose a smaller model, or more devices"
     raise InputError(
         f"a step needs {units.memory(needed.total)} of memory on each device ({units.memory(state)} for parameters, "

@@ -43,9 +43,10 @@ def batch_shards(experiment: Experiment, target: Target, kind: Kind) -> int:
 
 def with_batch(experiment: Experiment, parts: int, kind: Kind) -> Experiment:
     """Pad a batch that was not given until it divides into this many parts, in training each of its microbatches."""
-    training = experiment.training
-    if "batch" in training.model_fields_set:
+    name, _, key = config.SIZE_KEYS[kind][0].partition(".")
+    section = getattr(experiment, name)
+    if key in section.model_fields_set:
         return experiment
-    parts *= training.microbatches if kind == "train" else 1
-    batch = parts * math.ceil(training.batch / parts)
-    return experiment.model_copy(update={"training": training.model_copy(update={"batch": batch})})
+    parts *= experiment.training.microbatches if kind == "train" else 1
+    batch = parts * math.ceil(getattr(section, key) / parts)
+    return experiment.model_copy(update={name: section.model_copy(update={key: batch})})

@@ -12,7 +12,7 @@ from jaxlm.costs.hardware.catalog import catalog
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.placement import batch_shards, layout_on, on_mesh, with_batch
 from jaxlm.costs.plan import Plan, plan
-from jaxlm.costs.search import search
+from jaxlm.costs.search import VARIED, search
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.rules import Kind
 
@@ -85,11 +85,12 @@ class _Asked(NamedTuple):
         if not self.searched:
             layout = layout_on(experiment, target, self.kind)
             return [plan(Workload.of(experiment, layout, self.kind), target)]
-        found = search(Workload.of(experiment, kind=self.kind), target, self.held)
-        if not found:
-            free = "".join(f", or leave out training.{key}" for key in self.held)
+        work = Workload.of(experiment, kind=self.kind)
+        plans = search(work, target, self.held)
+        if not plans:
+            free = "".join(f", or leave out {VARIED[name]}" for name in self.held)
             raise InputError(
-                f"no mesh of {target} holds this {self.kind} step with a batch of {experiment.training.batch} × "
-                f"{experiment.training.sequence} tokens; give more chips, or a batch that more meshes divide{free}"
+                f"no mesh of {target} holds this {self.kind} step with a batch of {work.batch} × {work.sequence} "
+                f"tokens; give more chips, or a batch that more meshes divide{free}"
             )
-        return found
+        return plans

@@ -12,6 +12,9 @@ from jaxlm.costs.workload import Workload
 from jaxlm.parallel import layout_choice
 from jaxlm.parallel.layout import Layout
 
+# The settings that a search varies, by their keys.
+VARIED = {"microbatches": "training.microbatches", "remat": "execution.remat"}
+
 
 def layouts(work: Workload, devices: int) -> Iterator[Layout]:
     """Yield the layouts of a number of devices: in training those that divide the model and the batch."""
@@ -46,4 +49,4 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
     remats = (work.remat,) if "remat" in held else ("none", names, "full")
     for microbatches in parts:
         for remat in remats if rows % microbatches == 0 else ():
-            yield work.with_training(microbatches=microbatches, remat=remat)
+            yield replace(work.with_execution(remat=remat), microbatches=microbatches)

@@ -1,5 +1,6 @@
 """Serving arithmetic: the critical batch of decoding, and the speedup of speculative decoding."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
@@ -49,7 +50,7 @@ def critical_batch(work: Workload, target: Target) -> int | None:
         raise InputError("only decoding has a batch at which it stops being bound by memory")
     parts = work.batch_shards
     for batch in (parts * 2**n for n in range(_DOUBLINGS)):
-        seconds = step_time(work.on(target.chip).with_training(batch=batch), target)
+        seconds = step_time(replace(work.on(target.chip), batch=batch), target)
         if seconds.compute >= seconds.memory:
             return batch
     return None

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.costs.counted import parameters
 from jaxlm.costs.hardware.chips import Chip
-from jaxlm.models.config import ModelConfig, Remat
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
-from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, TrainingConfig
+from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig
 from jaxlm.training.groups import frozen
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,38 +41,63 @@ def memoized(method: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a kind, over the whole job, as the sections of an experiment describe it.
+    """One step of a kind, over the whole job.
 
-    `train` is an optimizer step over `training.batch` rows of `training.sequence` tokens; `prefill` reads `batch`
-    prompts of `sequence` tokens and gives the logits behind each; `decode` reads one token more of each of `batch`
-    sequences that hold `sequence` tokens. `training.dtype` is that of forward and backward pass, and of the cache; in
-    training, parameters, accumulated gradients and optimizer state are float32, but for parameters that `lora` adapts
-    or leaves as they are: these are in that dtype. `platform` is that of the chip, which
-    decides what kernels run; on a CPU training computes attention in chunks
-    (`kernels_pallas.flash_attention.causal_chunks`).
+    `train` is an optimizer step over `batch` rows of `sequence` tokens; `prefill` reads `batch` prompts of `sequence`
+    tokens and gives the logits behind each; `decode` reads one token more of each of `batch` sequences that hold
+    `sequence` tokens. `execution.dtype` is that of forward and backward pass, and of the cache; in training,
+    parameters, accumulated gradients and optimizer state are float32, but for parameters that `lora` adapts or leaves
+    as they are: these are in that dtype.
+
+    Attributes:
+      batch: sequences of a step, over the whole job.
+      sequence: tokens of each sequence; in decoding, that its cache holds.
+      platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
+        (`kernels_pallas.flash_attention.causal_chunks`).
+      optimizer, lora, microbatches, steps, dropout, average: in training alone. `microbatches`: the parts of a batch
+        that follow one another. `steps`: of the run. `dropout`: numbers are dropped. `average`: an average of the
+        parameters is kept with them.
     """
 
     kind: Kind
     model: ModelConfig
-    training: TrainingConfig
-    optimizer: OptimizerConfig = AdamWConfig(schedule=ConstantScheduleConfig())
+    batch: int
+    sequence: int
+    execution: ExecutionConfig = ExecutionConfig()
     layout: Layout = Layout()
     platform: Literal["gpu", "tpu", "cpu"] = "gpu"
-    lora: LoraConfig | None = None  # in training
     own_rules: Rules | None = None  # in place of those of RULES for this kind of step
+    optimizer: OptimizerConfig = AdamWConfig(schedule=ConstantScheduleConfig())
+    lora: LoraConfig | None = None
+    microbatches: int = 1
+    steps: int = 1
+    dropout: bool = False
+    average: bool = False
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":
         """Return the step of an experiment on a mesh of this layout. Raises InputError where a pattern of
         `optimizer.groups` or `lora.targets` decides nothing of a training step."""
-        lora = experiment.lora if kind == "train" else None
-        work = cls(kind, experiment.model, experiment.training, experiment.optimizer, layout, lora=lora)
+        batch, sequence = config.sizes(experiment, kind)
+        work = cls(kind, experiment.model, batch, sequence, experiment.execution, layout)
+        if kind != "train":
+            return work
+        training = experiment.training
+        work = replace(
+            work,
+            optimizer=experiment.optimizer,
+            lora=experiment.lora,
+            microbatches=training.microbatches,
+            steps=training.steps,
+            dropout=training.dropout > 0,
+            average=training.ema_decay is not None,
+        )
         work.frozen  # noqa: B018, refuses patterns before anything is counted
         return work
 
-    def with_training(self, **changes: Any) -> "Workload":
-        """The same with other values in its section [training]."""
-        return replace(self, training=self.training.model_copy(update=changes))
+    def with_execution(self, **changes: Any) -> "Workload":
+        """The same with other values in its section [execution]."""
+        return replace(self, execution=self.execution.model_copy(update=changes))
 
     def representative(self) -> "Workload":
         """Return the step on a mesh where one axis shards the batch alone: what a device computes depends on the number
@@ -95,44 +122,14 @@ class Workload:
         return self.layout.over(self.rules.over("batch"))
 
     @property
-    def batch(self) -> int:
-        """Sequences of a step, over the whole job."""
-        return self.training.batch
-
-    @property
-    def sequence(self) -> int:
-        """Tokens of each sequence; in decoding, that its cache holds."""
-        return self.training.sequence
-
-    @property
     def dtype(self) -> str:
         """The dtype that it computes in."""
-        return self.training.dtype
+        return self.execution.dtype
 
     @property
     def remat(self) -> Remat:
         """The rematerialisation of a training step; inference has none."""
-        return self.training.remat if self.kind == "train" else "none"
-
-    @property
-    def microbatches(self) -> int:
-        """The parts of a batch that follow one another; inference has one."""
-        return self.training.microbatches if self.kind == "train" else 1
-
-    @property
-    def steps(self) -> int:
-        """Steps of a training run; one of inference."""
-        return self.training.steps if self.kind == "train" else 1
-
-    @property
-    def dropout(self) -> bool:
-        """Return whether numbers are dropped."""
-        return self.kind == "train" and self.training.dropout > 0
-
-    @property
-    def average(self) -> bool:
-        """Return whether an average of the parameters is kept with them."""
-        return self.kind == "train" and self.training.ema_decay is not None
+        return self.execution.remat if self.kind == "train" else "none"
 
     @cached_property
     def answers(self) -> dict[tuple, Any]:
@@ -175,7 +172,7 @@ class Workload:
     @property
     def runs_kernels(self) -> bool:
         """True if kernels of kernels_pallas run; see `on`."""
-        return self.training.kernels != "xla"
+        return self.execution.kernels != "xla"
 
     @property
     def remat_shown(self) -> str:
@@ -184,7 +181,7 @@ class Workload:
 
     def overrides(self) -> str:
         """`microbatches` and `remat` as a shell takes them, to be given to a command."""
-        return f"training.microbatches={self.microbatches} training.remat={shlex.quote(self.remat_shown)}"
+        return f"training.microbatches={self.microbatches} execution.remat={shlex.quote(self.remat_shown)}"
 
     def on(self, chip: Chip) -> "Workload":
         """The same on a chip: without kernels where they are not compiled for it."""
@@ -198,7 +195,7 @@ class Workload:
 
     def without_kernels(self) -> "Workload":
         """The same of plain JAX, with all of attention's scores: each product as the model has it."""
-        return replace(self.with_training(kernels="xla"), platform="gpu")
+        return replace(self.with_execution(kernels="xla"), platform="gpu")
 
     @property
     def tokens(self) -> int:

@@ -18,7 +18,8 @@ from jaxlm.inference.scheduler import EndReason, NeverFits, Scheduler
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE
 from jaxlm.inference.told import Told, message_of
-from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import Kernels
 from jaxlm.models.positions import angle_classes
 from jaxlm.models.tree import Tree
 
@@ -61,7 +62,7 @@ class Engine:
       parameters: on `mesh`, in the dtype to compute in.
       known: bool [V], whether an id has a token; others are never drawn. None where all have.
       ends: ids that end every request.
-      kernels: `training.kernels`.
+      kernels: `execution.kernels`.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """

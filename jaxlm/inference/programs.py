@@ -20,7 +20,8 @@ from jaxlm.inference.sampling import row_sampling
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
-from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import Kernels
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.partition import named_sharding, replicated, using_rules
@@ -43,7 +44,7 @@ class EnginePrograms:
       slots: the most sequences that decode.
       chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
       exact: compute each row in one way on a CPU.
-      kernels: `training.kernels`.
+      kernels: `execution.kernels`.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """

@@ -32,7 +32,7 @@ class NotFinite(InputError):
     def __init__(self):
         super().__init__(
             "the model's logits are not finite, so that no token can be drawn: its weights are damaged or have "
-            "diverged, or training.dtype overflows; use another checkpoint, or training.dtype=float32"
+            "diverged, or execution.dtype overflows; use another checkpoint, or execution.dtype=float32"
         )
 
 

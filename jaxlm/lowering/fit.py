@@ -32,10 +32,11 @@ def compile_fitting(
     refused: dict[Workload, DoesNotFit] = {}
 
     def needed(work: Workload) -> int:
-        settings = {"microbatches": work.microbatches, "remat": work.remat}
-        training = experiment.training.model_copy(update=settings)
+        training = experiment.training.model_copy(update={"microbatches": work.microbatches})
+        execution = experiment.execution.model_copy(update={"remat": work.remat})
+        variant = experiment.model_copy(update={"training": training, "execution": execution})
         try:
-            found[work] = compile(experiment.model_copy(update={"training": training}), "train", target, mesh, quick)
+            found[work] = compile(variant, "train", target, mesh, quick)
         except DoesNotFit as error:
             refused[work] = error
             return error.needed

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.inference import steps
 from jaxlm.inference.cache import DenseCache, cache_shardings, empty_cache
@@ -49,39 +50,40 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     """Return the step of `jaxlm train`, or one that reads prompts or a token of each sequence with a dense cache and
     draws the next, with its donation and shardings.
 
-    It has `training.batch` sequences of `training.sequence` tokens in `training.dtype`. Prefill fills a cache of
-    exactly these tokens; a decoding step reads the last token.
+    It has the sequences and tokens of `jaxlm.config.sizes`, in `execution.dtype`. Prefill fills a cache of exactly
+    these tokens; a decoding step reads the last token.
     """
     if kind == "train":
         return Step(*_train(experiment, mesh), mesh)
-    model, training = experiment.model, experiment.training
-    dtype = jnp.dtype(training.dtype)
+    model, execution = experiment.model, experiment.execution
+    dtype = jnp.dtype(execution.dtype)
+    batch, sequence = config.sizes(experiment, kind)
     graph, tree = model_tree.abstract(model)
-    sizes = model, training.batch, training.sequence
+    sizes = model, batch, sequence
     cache_placement = cache_shardings(*sizes, mesh)
     parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh, RULES[kind]))
-    how = jax.eval_shape(lambda: row_sampling([Sampling()] * training.batch, seed=0))
-    one = _ids((training.batch,), mesh, RULES[kind])
+    how = jax.eval_shape(lambda: row_sampling([Sampling()] * batch, seed=0))
+    one = _ids((batch,), mesh, RULES[kind])
     known = jax.ShapeDtypeStruct((model.vocab_size,), jnp.bool, sharding=replicated(mesh))
-    rows = named_sharding(("batch",), (training.batch,), mesh, DECODE)
+    rows = named_sharding(("batch",), (batch,), mesh, DECODE)
 
     @using_rules(PREFILL)
-    @using_kernels(training.kernels)
+    @using_kernels(execution.kernels)
     def prefill(parameters: Tree, tokens: jax.Array, length: jax.Array, how: RowSampling, known: jax.Array) -> tuple:
         logits, cache = steps.prefill(graph, parameters, tokens, length, empty_cache(*sizes, dtype))
         return sample(logits, how, cache.length, known).token, cache
 
     @using_rules(DECODE)
-    @using_kernels(training.kernels)
+    @using_kernels(execution.kernels)
     def decode(parameters: Tree, tokens: jax.Array, cache: DenseCache, how: RowSampling, known: jax.Array) -> tuple:
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
         return sample(logits, how, cache.length, known).token, cache
 
     if kind == "prefill":
-        prompts = _ids((training.batch, training.sequence), mesh, RULES[kind])
+        prompts = _ids((batch, sequence), mesh, RULES[kind])
         jitted = jax.jit(prefill, out_shardings=(rows, cache_placement))
         return Step(jitted, (parameters, prompts, one, how, known), mesh)
-    length = np.full(training.batch, training.sequence, np.int32)
+    length = np.full(batch, sequence, np.int32)
     with jax.set_mesh(mesh):
         filled = jax.eval_shape(lambda: empty_cache(*sizes, dtype).advance(length))
     cache = model_tree.placed(filled, cache_placement)

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
+from jaxlm.config import SIZE_KEYS
 from jaxlm.core import units
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.plan import Plan
@@ -45,13 +46,13 @@ Change = tuple[str, Workload] | None
 def _remat(work: Workload) -> Change:
     if work.kind != "train" or work.remat == "full":
         return None
-    return "training.remat=full", work.with_training(remat="full")
+    return "execution.remat=full", work.with_execution(remat="full")
 
 
 def _microbatches(work: Workload) -> Change:
     if work.kind != "train" or work.rows() == 1:
         return None
-    work = work.with_training(microbatches=work.microbatches * work.rows())
+    work = replace(work, microbatches=work.microbatches * work.rows())
     return f"training.microbatches={work.microbatches}", work
 
 
@@ -64,7 +65,7 @@ def _chips(times: int) -> Callable[[Workload], Change]:
             return None
         # Training keeps the rows per device; inference keeps the total.
         batch = work.batch * times if work.kind == "train" else work.batch
-        wider = replace(work.with_training(batch=batch), layout=layout)
+        wider = replace(work, batch=batch, layout=layout)
         return f"{times} times the chips, on {axis}", wider
 
     return change
@@ -74,13 +75,14 @@ def _batch(work: Workload) -> Change:
     least = work.batch_shards * work.microbatches
     if work.batch <= least:
         return None
-    return f"training.batch={least}", work.with_training(batch=least)
+    return f"{SIZE_KEYS[work.kind][0]}={least}", replace(work, batch=least)
 
 
 def _sequence(work: Workload) -> Change:
     if work.sequence < 1024 or work.sequence % 4:
         return None
-    return f"training.sequence={work.sequence // 4}", work.with_training(sequence=work.sequence // 4)
+    shorter = work.sequence // 4
+    return f"{SIZE_KEYS[work.kind][1]}={shorter}", replace(work, sequence=shorter)
 
 
 # Changes that affect training least come first.

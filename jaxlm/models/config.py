@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, chosen, kind_of, merged
@@ -16,22 +16,6 @@ NormPlacement = Literal["before", "after", "both"]
 QKNorm = Literal["none", "head", "head_after_rope", "projection"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
-
-# Norms, RoPE, attention, gated activations and the loss run as kernels of kernels_pallas wherever there is one for the
-# chip, or as what XLA makes of plain JAX.
-Kernels = Literal["auto", "xla"]
-
-
-def _remat(value: Any) -> Any:
-    listed = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
-    if value not in ("none", "full") and not listed:
-        raise ValueError(f'{value!r} is neither "none" nor "full" nor a list of activations, such as ["query", "up"]')
-    return value
-
-
-# What a layer keeps for its backward pass: everything, only its input, or its input and the activations named
-# (`ModelConfig.activations`).
-Remat = Annotated[Literal["none", "full"] | tuple[str, ...], BeforeValidator(_remat)]
 
 
 class RMSNormConfig(Section):
@@ -220,7 +204,7 @@ class BlockConfig(Section):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """Names of the activations of a layer that `training.remat` may keep."""
+        """Names of the activations of a layer that `execution.remat` may keep."""
         return *self.attention.activations, *self.feed_forward.activations
 
 
@@ -353,7 +337,7 @@ class ModelConfig(BlockConfig):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """Names of the activations of any layer that `training.remat` may keep."""
+        """Names of the activations of any layer that `execution.remat` may keep."""
         return tuple(dict.fromkeys(name for _, block in self.entries for name in block.activations))
 
     def of(self, block: BlockConfig) -> "ModelConfig":

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.models.config import Kernels
+from jaxlm.models.execution_config import Kernels
 from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation

@@ -14,22 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlm.models.config import BlockConfig, Remat
+from jaxlm.models.config import BlockConfig
+from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.models.positions import traced_structure
 from jaxlm.models.recording import is_recording
 from jaxlm.models.rows import Auxiliary, LayerIndex
 from jaxlm.models.stacks import Groups, Stacks, places
-
-
-class Execution(NamedTuple):
-    """The execution of the layers, which does not change their result.
-
-    `remat`: what a layer keeps for its backward pass. `scan`: layers that repeat are compiled once, in a loop; all are
-    written out otherwise.
-    """
-
-    remat: Remat = "none"
-    scan: bool = True
 
 
 class Segment(NamedTuple):
@@ -152,18 +142,18 @@ def copied(groups: Groups) -> dict[str, Fraction]:
 
 
 def through(
-    groups: Groups, stacks: Stacks, layer: Layer, carry: Any, execution: Execution, entries: Entries | None
+    groups: Groups, stacks: Stacks, layer: Layer, carry: Any, execution: ExecutionConfig, entries: Entries | None
 ) -> tuple[Any, Auxiliary]:
     """Carry a value through the layers. Return it and their auxiliary results by name, in layer order.
 
     Args:
       stacks: the parameters, as `Groups.stacked` returned them.
       layer: takes a block, the value and the layer's index, and returns the value and auxiliary results.
-      execution: remat is per layer.
+      execution: remat is per layer; without `scan_layers` all layers are written out.
       entries: the layers of each entry of a cache that keeps something.
     """
     way, trees = traversal(groups, execution.remat, entries), groups.trees(stacks)
-    loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, execution.scan)
+    loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, execution.scan_layers)
     results: list[tuple[Auxiliary, ...]] = []
     for section in way.sections:
 

@@ -13,8 +13,9 @@ from jaxlm.models import config, doors
 from jaxlm.models.attention import attention
 from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.doors import Dropout, add, look_up, scale
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Execution, copied, through
+from jaxlm.models.layers import copied, through
 from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
@@ -128,7 +129,7 @@ class Transformer(Module):
         *,
         cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),
-        execution: Execution = Execution(),
+        execution: ExecutionConfig = ExecutionConfig(),
         length_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache, Auxiliary]:
         """Return the normalised residual after the last layer, [B, T, D], and the rest as `residual` does."""
@@ -151,7 +152,7 @@ class Transformer(Module):
         *,
         cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),
-        execution: Execution = Execution(),
+        execution: ExecutionConfig = ExecutionConfig(),
         length_BT: jax.Array | None = None,
         observe: Callable[[jax.Array], dict[str, jax.Array]] = lambda x_BTD: {},
     ) -> tuple[jax.Array, Cache, Auxiliary]:

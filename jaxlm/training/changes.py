@@ -9,9 +9,9 @@ from jaxlm.training.config import RunConfig
 # that ends with them has `optimizer.schedule.decay_steps`, which is not. Every key that is in neither list, also one
 # that is yet to be added, makes another run.
 _FREE = (
-    *("evaluation.*", "checkpoint.*", "records.*", "mesh.*"),
-    *(f"training.{name}" for name in ("steps", "log_every", "max_skipped_in_a_row")),
-    *(f"training.{name}" for name in ("microbatches", "remat", "scan_layers", "kernels")),
+    *("evaluation.*", "checkpoint.*", "records.*", "mesh.*", "inference.*"),
+    *("execution.remat", "execution.scan_layers", "execution.kernels"),
+    *(f"training.{name}" for name in ("steps", "log_every", "max_skipped_in_a_row", "microbatches")),
     *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),
 )
 # Keys of paths: what is found there makes a run, and `jaxlm.run` compares that.

@@ -6,17 +6,15 @@ from pydantic import Field
 
 from jaxlm.core.schema import Count, CountFromZero, Fraction, InWords, Kinds, NonNegative, Positive, Section
 from jaxlm.data.config import DataConfig
-from jaxlm.models.config import Kernels, ModelConfig, Remat
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.lora_config import LoraConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class TrainingConfig(Section):
-    """The optimizer's steps and how each is computed.
-
-    `remat`, `scan_layers` and `kernels` change no result beyond rounding.
-    """
+    """The optimizer's steps and what each of them learns from."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the parameters, the order of the text, dropout and the sample."""
@@ -28,16 +26,6 @@ class TrainingConfig(Section):
     """Parts of a batch that are computed one after another to save memory; a divisor of `batch`."""
     sequence: Annotated[Count, InWords(default="model.context_length, at most 8192")]
     """Tokens per row."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The dtype of the forward and backward pass, and of the gradients of one microbatch where devices sum them.
-    Parameters, gradients summed over microbatches and optimizer state are float32."""
-    remat: Remat = "none"
-    """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
-    activations named, such as ["query", "up"]."""
-    scan_layers: bool = True
-    """Compile equal layers once, in a loop."""
-    kernels: Kernels = "auto"
-    """Run the kernels of kernels_pallas on GPUs and TPUs ("auto"), or leave everything to XLA."""
     dropout: Fraction = 0.0
     """The probability that an activation is dropped in training. The numbers drawn depend on the size of `mesh.data`,
     and so do losses."""
@@ -249,6 +237,7 @@ class RunConfig(Section):
     """One training run: what it trains, on what, how, and what it keeps."""
 
     model: ModelConfig
+    execution: ExecutionConfig = Field(default_factory=ExecutionConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig
     optimizer: AnyOptimizer

@@ -276,7 +276,7 @@ class Trainer:
             self._throughput.restart()
         self._display.advance(step, row)
         if in_a_row >= self._training.max_skipped_in_a_row:
-            wider = "" if self._training.dtype == "float32" else ", or set training.dtype=float32"
+            wider = "" if self._settings.execution.dtype == "float32" else ", or set execution.dtype=float32"
             raise Diverged(
                 f"the loss or gradient of steps {step - in_a_row + 1} to {step} was not finite, and their updates were "
                 f"skipped; lower optimizer.learning_rate or optimizer.clip_norm{wider}"

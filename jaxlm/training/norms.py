@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models import tree as model_tree
-from jaxlm.models.layers import Execution
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.transformer import Transformer
 from jaxlm.models.tree import Tree
@@ -21,7 +21,7 @@ def of_gradients(gradients: Tree, tree: nnx.State) -> dict[str, jax.Array]:
     return {path: norm(gradient, axes[path]) for path, gradient in model_tree.paths(gradients).items()}
 
 
-def squares(module: Transformer, batch: dict[str, jax.Array], execution: Execution) -> jax.Array:
+def squares(module: Transformer, batch: dict[str, jax.Array], execution: ExecutionConfig) -> jax.Array:
     """Return the mean square of the residual stream after each layer, without dropout, summed over the targets, [L]."""
     counts_BT = batch["segments"] > 0
 

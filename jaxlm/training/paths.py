@@ -42,6 +42,11 @@ class RunPaths:
         self.loss_curve = directory / "loss.png"
         self.sample = directory / "sample.txt"
 
+    @property
+    def are_of_a_run(self) -> bool:
+        """Return whether the folder holds a run, trained or imported."""
+        return self.config.is_file() and (self.data.is_file() or self.huggingface.is_dir())
+
     def check_name(self) -> None:
         """Raise InputError for a folder that Orbax cannot write checkpoints to: it reads paths as patterns or URLs."""
         path = str(self.checkpoints.absolute())

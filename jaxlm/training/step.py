@@ -16,7 +16,7 @@ from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
-from jaxlm.models.layers import Execution
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
@@ -55,6 +55,7 @@ class TrainStep:
     """
 
     model: ModelConfig
+    execution: ExecutionConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
     dpo: DPOConfig | None = None
@@ -66,7 +67,9 @@ class TrainStep:
     @classmethod
     def of(cls, settings: RunConfig) -> "TrainStep":
         """Return the step of a run with these settings."""
-        return cls(settings.model, settings.training, settings.optimizer, settings.dpo, settings.lora)
+        return cls(
+            settings.model, settings.execution, settings.training, settings.optimizer, settings.dpo, settings.lora
+        )
 
     def init(self) -> TrainState:
         """Return the first state, with parameters of `training.seed`."""
@@ -83,7 +86,7 @@ class TrainStep:
         module = nnx.merge(self._graph, parameters)
         positions = batch["positions"]
         hidden, _, of_layers = module.hidden(
-            batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=self._execution
+            batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=self.execution
         )
         count = self.objective.count(batch).astype(jnp.float32)
         losses = {name: count * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
@@ -115,7 +118,7 @@ class TrainStep:
         count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the mean term that was added to the
         loss, and what layers and other objectives return (`jaxlm.models.rows.Auxiliary`).
         """
-        with kernels.using_kernels(self.training.kernels):
+        with kernels.using_kernels(self.execution.kernels):
             terms, grads, targets = self.gradients(state, batch)
             grads = self._mask_frozen(grads)
             grad_norm = optax.tree.norm(grads)
@@ -150,17 +153,17 @@ class TrainStep:
 
     def evaluate(self, parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return the sum of the losses and their number, of parameters with those of the base."""
-        with kernels.using_kernels(self.training.kernels):
+        with kernels.using_kernels(self.execution.kernels):
             terms = self.loss_sums(cast(parameters, self._dtype), batch, Dropout())
             return terms.losses["loss"], self.objective.count(batch)
 
     def preference_logprobs(self, parameters: Tree, batch: Batch) -> jax.Array:
         """Return ln p of the chosen and of the rejected answers, float32 [B, 2], as `objectives` does, of parameters
         with those of the base."""
-        with kernels.using_kernels(self.training.kernels):
+        with kernels.using_kernels(self.execution.kernels):
             module = nnx.merge(self._graph, cast(parameters, self._dtype))
             positions = batch["positions"]
-            mask, execution = packed_causal_mask(positions), self._execution
+            mask, execution = packed_causal_mask(positions), self.execution
             hidden, _, _ = module.hidden(batch["tokens"], positions, mask, execution=execution)
             return preference_logprobs(module, hidden, batch)
 
@@ -171,11 +174,11 @@ class TrainStep:
         layer, [L]. It is a program of its own, so that looking changes no rounding in `train` and costs nothing on
         other steps.
         """
-        with kernels.using_kernels(self.training.kernels):
+        with kernels.using_kernels(self.execution.kernels):
             _, grads, targets = self.gradients(state, batch)
             module = nnx.merge(self._graph, model_tree.joined(cast(state.parameters, self._dtype), state.base))
             squares_ML = jax.lax.map(
-                lambda part: norms_of.squares(module, part, self._execution), self._in_microbatches(batch)
+                lambda part: norms_of.squares(module, part, self.execution), self._in_microbatches(batch)
             )
             return {
                 "gradient": norms_of.of_gradients(self._mask_frozen(grads), self._tree),
@@ -245,11 +248,7 @@ class TrainStep:
 
     @property
     def _dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.training.dtype)
-
-    @property
-    def _execution(self) -> Execution:
-        return Execution(remat=self.training.remat, scan=self.training.scan_layers)
+        return jnp.dtype(self.execution.dtype)
 
     def _initial_weights(self) -> tuple[Tree, Tree]:
         """Return parameters of `training.seed`, and the base that adapters adapt."""

@@ -22,11 +22,12 @@ base = "BASE"
 text = "TEXT"
 tokenizer = "{STORIES / "tokenizer.json"}"
 held_out = 0.1
+[execution]
+dtype = "float32"
 [training]
 steps = 12
 batch = 8
 sequence = 64
-dtype = "float32"
 log_every = 1
 [optimizer]
 learning_rate = 3e-3
@@ -103,7 +104,7 @@ def test_every_form_of_the_model_gives_the_same_loss(folder, capsys):
                     "--data",
                     str(folder / "text"),
                     "training.sequence=64",
-                    "training.dtype=float32",
+                    "execution.dtype=float32",
                     "--json",
                 ]
             )

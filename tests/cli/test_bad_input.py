@@ -254,7 +254,7 @@ FOLDERS = {
         "generate run --prompt a training.seed=1",
         [
             "training.seed changes nothing here",
-            "model, mesh, training.dtype, training.kernels are read",
+            "model, mesh, execution.dtype, execution.kernels, inference.sequences",
             "leave it out",
         ],
     ),

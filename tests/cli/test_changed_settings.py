@@ -32,7 +32,7 @@ OTHER_RUNS = {
     "training.batch=16": "training.batch = 8, not 16",
     "training.sequence=16": "training.sequence = 32, not 16",
     "training.seed=1": "training.seed = 0, not 1",
-    "training.dtype=bfloat16": "training.dtype = float32, not bfloat16",
+    "execution.dtype=bfloat16": "execution.dtype = float32, not bfloat16",
     "training.dropout=0.2": "training.dropout = 0.1, not 0.2",
     "training.z_loss=0.1": "training.z_loss = 0.0, not 0.1",
     "model.initializer_std=0.1": "model.initializer_std = 0.02, not 0.1",
@@ -48,9 +48,11 @@ BOUND = {
 }
 SAME_RUN = [
     *("training.steps=80", "training.log_every=5", "training.max_skipped_in_a_row=3", "training.microbatches=2"),
-    *("training.remat=full", "training.scan_layers=false", "training.kernels=xla", "mesh.data=2"),
+    *("execution.remat=full", "execution.scan_layers=false", "execution.kernels=xla", "mesh.data=2"),
     *("evaluation.every=7", "evaluation.batches=3", "checkpoint.every=3", "checkpoint.keep=9"),
-    *("records.norms_every=5", "data.cache=elsewhere", "data.max_broken=0.5", "data.if_missing=ask"),
+    *("inference.sequences=2", "inference.context=16", "inference.page=64", "inference.cache_memory=1GiB"),
+    *("inference.length=8", "inference.prompt=8", "inference.chunk_tokens=64", "records.norms_every=5"),
+    *("data.cache=elsewhere", "data.max_broken=0.5", "data.if_missing=ask"),
 ]
 
 

@@ -175,7 +175,7 @@ def test_generate_continues_a_prompt_and_repeats(run):
 @pytest.mark.exhaustive
 def test_what_leaves_the_parameters_as_they_are_may_change(run):
     """A shorter context too, which --max-tokens ends before unless it is given."""
-    asked = ("generate", run, "--token-ids", "1,2,3", "model.context_length=64", "training.kernels=auto")
+    asked = ("generate", run, "--token-ids", "1,2,3", "model.context_length=64", "execution.kernels=auto")
     assert 0 < len(completion(*asked)["token_ids"]) <= 62
 
 

@@ -40,7 +40,7 @@ def test_the_keys_of_every_configuration_are_among_them(file):
 @pytest.mark.parametrize(
     ("key", "type", "default"),
     [
-        ("training.remat", '"none" | "full" | list of strings', '"none"'),
+        ("execution.remat", '"none" | "full" | list of strings', '"none"'),
         ("training.sequence", "integer > 0", "model.context_length, at most 8192"),
         ("training.ema_decay", "number > 0 and < 1", "not set"),
         ("training.seed", "integer ≥ 0 and < 4294967296", "0"),
@@ -62,7 +62,7 @@ def test_a_key_alone_is_told_for_each_kind(capsys):
     found = json.loads(said(capsys, "optimizer.beta2", "--json"))["keys"]
     assert [(key["kind"], key["default"]) for key in found] == [("adamw", "0.95"), ("muon", "0.95"), ("lion", "0.99")]
     assert {key["key"] for key in found} == {"optimizer.beta2"}
-    assert "activations named" in " ".join(said(capsys, "training.remat").split())
+    assert "activations named" in " ".join(said(capsys, "execution.remat").split())
 
 
 def test_a_table_is_told_whole_and_names_stand_for_any(capsys):
@@ -76,7 +76,13 @@ def test_a_table_is_told_whole_and_names_stand_for_any(capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "near"), [("training.rematt", "training.remat"), ("beta2", "optimizer.beta2"), ("xyzzy", "lists them")]
+    ("key", "near"),
+    [
+        ("execution.rematt", "execution.remat"),
+        ("training.remat", "is now execution.remat"),
+        ("beta2", "optimizer.beta2"),
+        ("xyzzy", "lists them"),
+    ],
 )
 def test_an_unknown_key_is_one_line(key, near, capsys):
     assert main(["config", key]) == 2
@@ -92,7 +98,7 @@ def test_the_configurations_that_come_with_it_are_listed(capsys):
     lines = said(capsys, "--list").splitlines()
     for name, (kind, parameters) in found.items():
         assert [name, kind, f"{parameters:,}"] in [line.split() for line in lines]
-    assert main(["config", "training.remat", "--list"]) == 2
+    assert main(["config", "execution.remat", "--list"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "leave out KEY" in err
 

@@ -23,11 +23,12 @@ RUN = """
 [data]
 {data}
 cache = "{folder}/cache"
+[execution]
+dtype = "float32"
 [training]
 steps = {steps}
 batch = {batch}
 sequence = 48
-dtype = "float32"
 log_every = 1
 [optimizer]
 learning_rate = {rate}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group(__name__)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return runs.untrained(tmp_path_factory.mktemp("generate") / "run", "training.dtype=bfloat16", "model.num_layers=1")
+    return runs.untrained(tmp_path_factory.mktemp("generate") / "run", "execution.dtype=bfloat16", "model.num_layers=1")
 
 
 def completions(capsys, run, *arguments):

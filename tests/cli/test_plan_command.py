@@ -57,7 +57,7 @@ def test_all_devices_go_on_fsdp_and_the_batch_fills_them(capsys):
 
 
 def test_a_person_reads_a_table(capsys):
-    said = plan(capsys, "--on", "h200-sxm:8", "training.sequence=8192", "training.remat=full")
+    said = plan(capsys, "--on", "h200-sxm:8", "training.sequence=8192", "execution.remat=full")
     for part in ("16 × 8,192 tokens in bfloat16 on h200-sxm:8", "GiB per device: fits", "MFU", "J per token"):
         assert part in said
     for napkin in (
@@ -69,7 +69,8 @@ def test_a_person_reads_a_table(capsys):
 
 @pytest.mark.parametrize("workload", ["prefill", "decode"])
 def test_inference(capsys, workload):
-    arguments = ("--on", "h200-sxm", "--workload", workload, "training.batch=8", "training.sequence=2048", "--json")
+    sizes = "inference.sequences=8", "inference.length=2048", "inference.prompt=2048"
+    arguments = ("--on", "h200-sxm", "--workload", workload, *sizes, "--json")
     row = json.loads(plan(capsys, *arguments))
     assert row["fits"] and row["memory_bytes_per_device"]["kv_cache"] == 8 * 2048 * 131_072
     assert ("critical_batch" in row) == (workload == "decode") and row["kv_bytes_per_token"] == 131_072
@@ -81,14 +82,14 @@ def test_inference(capsys, workload):
 @pytest.mark.parametrize(
     ("batch", "mesh", "planned"),
     [
-        (["training.batch=8"], ["--mesh", "fsdp=8"], 8),
-        ([], ["--mesh", "fsdp=8"], 16),
-        (["training.batch=7"], ["--mesh", "data=8,fsdp=1"], 7),
-        (["training.batch=7"], ["--mesh", "auto"], 7),
+        (["inference.sequences=8"], ["--mesh", "fsdp=8"], 8),
+        ([], ["--mesh", "fsdp=8"], 64),
+        (["inference.sequences=7"], ["--mesh", "data=8,fsdp=1"], 7),
+        (["inference.sequences=7"], ["--mesh", "auto"], 7),
     ],
 )
 def test_inference_has_no_microbatches_and_any_number_of_sequences(capsys, batch, mesh, planned):
-    arguments = ("--workload", "decode", "training.sequence=4096", "training.microbatches=4", *batch, *mesh)
+    arguments = ("--workload", "decode", "inference.length=4096", "training.microbatches=4", *batch, *mesh)
     row = json.loads(plan(capsys, "--on", "h200-sxm:8", *arguments, "--json"))
     assert row["batch"] == planned and row["microbatches"] == 1
 
@@ -98,7 +99,8 @@ def test_what_a_search_finds_is_planned_alike_where_it_is_given(capsys):
     searched = ("--on", "h200-sxm:64", "--mesh", "auto", "training.sequence=4096")
     assert plan(capsys, *searched).startswith("train, 64 × 4,096 tokens in bfloat16")
     row = next(r for r in json.loads(plan(capsys, *searched, "--json"))["rows"] if r["mesh"]["tensor"] == 4)
-    given = [f"training.{key}={json.dumps(row[key])}" for key in ("batch", "microbatches", "remat")]
+    keys = "training.batch", "training.microbatches", "execution.remat"
+    given = [f"{key}={json.dumps(row[key.partition('.')[2]])}" for key in keys]
     mesh = ",".join(f"{axis}={size}" for axis, size in row["mesh"].items())
     planned = json.loads(
         plan(capsys, "--on", "h200-sxm:64", "--mesh", mesh, "training.sequence=4096", *given, "--json")
@@ -125,16 +127,16 @@ def test_a_search_ranks_meshes(capsys):
 
 def test_a_search_leaves_alone_what_the_command_line_gives(capsys):
     searched = ("--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=4096", "--json")
-    for given, held in [("microbatches=2", ("microbatches", 2)), ("remat=full", ("remat", "full"))]:
-        rows = json.loads(plan(capsys, *searched, f"training.{given}"))["rows"]
+    for given, held in [("training.microbatches=2", ("microbatches", 2)), ("execution.remat=full", ("remat", "full"))]:
+        rows = json.loads(plan(capsys, *searched, given))["rows"]
         assert len(rows) > 5 and all(row[held[0]] == held[1] for row in rows)
 
 
 def test_a_search_says_which_activations_a_plan_keeps_so_that_it_can_be_given(capsys):
-    searched = ("--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192", "training.kernels=xla")
+    searched = ("--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192", "execution.kernels=xla")
     given = shlex.split(plan(capsys, *searched).splitlines()[-1].removeprefix("named: "))
     assert 'remat ["query", "key", "value", "up", "gate"]' in plan(
-        capsys, "--on", "h200-sxm:8", "training.kernels=xla", *given
+        capsys, "--on", "h200-sxm:8", "execution.kernels=xla", *given
     )
 
 
@@ -148,7 +150,7 @@ def test_a_mesh_takes_the_place_of_that_of_the_file(tmp_path, capsys):
 
 
 def test_every_chip_is_ranked(capsys):
-    arguments = ("--on", "all:8", "--workload", "decode", "training.batch=64", "training.sequence=4096")
+    arguments = ("--on", "all:8", "--workload", "decode", "inference.sequences=64", "inference.length=4096")
     row = json.loads(plan(capsys, *arguments, "--json"))
     assert len(row["rows"]) > 15 and {"h200-sxm:8", "tpu-v5e:2x4"} <= {one["target"] for one in row["rows"]}
     assert "h200-sxm:8" in plan(capsys, *arguments)
@@ -179,7 +181,9 @@ def test_decoding_takes_the_smallest_tensor_axis_that_fits(capsys):
 
 def test_every_chip_is_ranked_at_one_batch(capsys):
     """The batch is padded for TPU v7x, which has two devices a chip."""
-    rows = json.loads(plan(capsys, "--on", "all:16", "training.sequence=4096", "training.remat=full", "--json"))["rows"]
+    rows = json.loads(plan(capsys, "--on", "all:16", "training.sequence=4096", "execution.remat=full", "--json"))[
+        "rows"
+    ]
     assert {row["batch"] for row in rows} == {32} and {row["devices"] for row in rows} == {16, 32}
     rates = [row["tokens_per_s"] for row in rows if row["fits"]]
     assert rates == sorted(rates, reverse=True)
@@ -221,9 +225,20 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         (["--on", "all:8", "training.batsch=8"], "did you mean training.batch?"),
         (["--on", "all:8", "--mesh", "rows=8"], "--mesh 'rows=8' is not AXIS=N,…"),
         (
-            ["--on", "all", "--mesh", "auto", "training.sequence=131072", "training.kernels=xla"],
+            ["--on", "all", "--mesh", "auto", "training.sequence=131072", "execution.kernels=xla"],
             "as all; the first, a100-sxm4-80g:1: no mesh of a100-sxm4-80g:1 holds",
         ),
+        (
+            ["--on", "h200-sxm", "--workload", "decode", "training.batch=8", "training.sequence=2048"],
+            "training.batch is of training, and of decode it is inference.sequences; training.sequence is of training, "
+            "and of decode it is inference.length: give that",
+        ),
+        (["--on", "h200-sxm", "--workload", "prefill", "training.sequence=8"], "of prefill it is inference.prompt"),
+        (
+            ["--on", "h200-sxm", "--workload", "decode", "inference.length=200000"],
+            "inference.length = 200000 is longer",
+        ),
+        (["--on", "h200-sxm", "training.remat=full"], "training.remat is now execution.remat"),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=4,fsdp=8"], "--mesh 'fsdp=4,fsdp=8' gives fsdp twice"),
         (["--on", "h200-sxm:8", "--mesh", "auto", "mesh.tensor=2"], "--mesh auto sets the whole mesh; leave out mesh."),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=8", "mesh={tensor=2}"], "leave out mesh.tensor, or --mesh"),
@@ -233,11 +248,11 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
                 "h200-sxm:8",
                 "--mesh",
                 "auto",
-                "training.remat=none",
+                "execution.remat=none",
                 "training.sequence=131072",
-                "training.kernels=xla",
+                "execution.kernels=xla",
             ],
-            "or leave out training.remat",
+            "or leave out execution.remat",
         ),
     ],
 )

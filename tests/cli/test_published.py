@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group(__name__)
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
 STORY = (PUBLISHED / "expected.txt").read_text()
-ON_ONE = ["training.dtype=float32", "mesh.fsdp=1"]
+ON_ONE = ["execution.dtype=float32", "mesh.fsdp=1"]
 AS_FEW = ["--slots", "1", "--max-context", "256"]  # one engine's programs serve all tests
 GREEDY = ["--prompt", "", "--max-tokens", "200", "--temperature", "0", *AS_FEW, *ON_ONE, "--json"]
 
@@ -157,11 +157,12 @@ def experiment(tmp_path_factory):
 [data]
 text = "{folder}"
 held_out = 0.1
+[execution]
+dtype = "float32"
 [training]
 steps = 4
 batch = 8
 sequence = 64
-dtype = "float32"
 log_every = 1
 [optimizer]
 learning_rate = 1e-4

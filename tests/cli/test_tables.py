@@ -25,9 +25,9 @@ LIGHT = [
     ["plan", LLAMA, "--on", "h200-sxm:8", "training.sequence=8192", "training.steps=100000"],
     ["plan", str(MODELS / "llama3.1-405b.toml"), "--on", "tpu-v5p:16x20x28", "--mesh", "data=70,fsdp=128"],
     ["plan", LLAMA, "--on", "h200-sxm:64", "--mesh", "auto", "training.sequence=8192"],
-    ["plan", LLAMA, "--on", "all:8", "--workload", "decode", "training.batch=64", "training.sequence=4096"],
+    ["plan", LLAMA, "--on", "all:8", "--workload", "decode", "inference.sequences=64", "inference.length=4096"],
     ["config"],
-    ["config", "training.remat"],
+    ["config", "execution.remat"],
     ["config", "--list"],
 ]
 HEAVY = [["plan", "--check"]]  # of many programs, which are counted first
@@ -93,7 +93,7 @@ def test_every_number_is_whole_in_80_columns(commands, tmp_path):
 @pytest.mark.slow
 def test_every_number_is_whole_in_80_columns_where_something_runs(tmp_path):
     """Two runs measure other times; what was cut would show a "…"."""
-    small = ["training.batch=8", "training.sequence=512", "training.remat=full"]
+    small = ["training.batch=8", "training.sequence=512", "execution.remat=full"]
     config = runs.write_config(tmp_path)
     commands = [
         ["compile", str(MODELS / "qwen3-0.6b.toml"), "--on", "tpu-v5e:2x4", *small],

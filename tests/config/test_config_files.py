@@ -33,7 +33,7 @@ def test_a_resolved_file_loads_back_to_the_same_experiment(path, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("training.remat=['query', 'up']",),
+        ("execution.remat=['query', 'up']",),
         ("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"),
         ("data.text=['a b.txt', '~/*.md', 'quo\"te.py', 'back\\slash', 'Grüße']", "data.tokenizer=a/t.json"),
         ("model.position.scaling={factor=4.0, original_context_length=128}", "training.sequence=100"),
@@ -57,7 +57,7 @@ def test_a_resolved_file_holds_every_key():
     written = flat(config.tomllib.loads(load(SMALL).to_toml()))
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
     # None cannot be written.
-    records = {"records.wandb_project", "records.norms_every"}
+    records = {"records.wandb_project", "records.norms_every", "inference.cache_memory", "inference.context"}
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
     data = {

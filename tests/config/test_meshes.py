@@ -65,7 +65,7 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
     overrides = ["training.batch=7", "training.microbatches=2", "mesh.data=4"]
     with pytest.raises(InputError, match="training.microbatches = 2 does not divide training.batch = 7"):
         load(SMALL, overrides)
-    experiment = load(SMALL, overrides, "decode")
+    experiment = load(SMALL, overrides, None)
     assert config.layout(experiment, 8, "decode") == meshes.layout(4, 2, 1)
     with pytest.raises(InputError, match="the 3 rows of a microbatch"):
         config.layout(experiment, 8)

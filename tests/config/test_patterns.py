@@ -133,7 +133,7 @@ def test_learned_positions_belong_to_the_whole_model():
 
 def test_gates_are_kept_where_any_layer_has_one():
     gated = pattern("{name='a', feed_forward={gated=true}}", "{name='b'}")
-    keep = "training.remat=['gate']"
+    keep = "execution.remat=['gate']"
     assert model("model.feed_forward.gated=false", gated, keep).layers[0].feed_forward.gated
     with pytest.raises(InputError, match="keeps gate, which no layer of the model has"):
         load(SMALL, ["model.feed_forward.gated=false", keep])

@@ -7,7 +7,7 @@ from config_fixtures import CONTENT, SMALL, refusal, write
 
 from jaxlm.config import load
 from jaxlm.core.errors import InputError
-from jaxlm.core.explain import RENAMED
+from jaxlm.core.moved_keys import RENAMED
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("training.steps=1.5", ["training.steps = 1.5", "integer"]),
         ("training.seed=-1", ["training.seed = -1", "0"]),
         ("training.dropout=1", ["training.dropout = 1", "less than 1"]),
-        ("training.dtype=float16", ["training.dtype = 'float16'", "float32", "bfloat16"]),
-        ("training.remat=some", ["training.remat", "some", "none", "full", "query"]),
-        ("training.remat=['query', 'norm']", ["training.remat", "norm", "attention"]),
-        ("training.remat=['up', 'gate']", ["training.remat keeps gate,", "query, key, value, attention, up"]),
+        ("execution.dtype=float16", ["execution.dtype = 'float16'", "float32", "bfloat16"]),
+        ("execution.remat=some", ["execution.remat", "some", "none", "full", "query"]),
+        ("execution.remat=['query', 'norm']", ["execution.remat", "norm", "attention"]),
+        ("execution.remat=['up', 'gate']", ["execution.remat keeps gate,", "query, key, value, attention, up"]),
         ("training=5", ["training must be a section", "[training]"]),
         ("model=5", ["model must be a section", "[model]"]),
         ("optimizer.schedule=5", ["optimizer.schedule must be a section"]),

@@ -15,7 +15,6 @@ from matrices import sampled
 from workload_fixtures import workload
 
 from jaxlm import config
-from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import memory, operations, traffic
 from jaxlm.costs.counted.flops import flops
@@ -54,7 +53,7 @@ def test_every_product_is_counted(name, targets, remat, platform):
     lora = LoraConfig(rank=4, targets=TARGETS[targets])
     changes = {"remat": REMAT[remat], "kernels": "auto", "microbatches": 2}
     steps = TrainStep(
-        model, model_fixtures.training(dtype="bfloat16", **changes), model_fixtures.optimization(), lora=lora
+        model, *model_fixtures.sections(dtype="bfloat16", **changes), model_fixtures.optimization(), lora=lora
     )
     batch = dict.fromkeys(
         ("tokens", "targets", "segments", "positions"), jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
@@ -76,7 +75,7 @@ def test_every_product_is_counted(name, targets, remat, platform):
 
 def test_a_base_is_held_once_and_has_no_gradients():
     """Llama 3.1 8B is 16 GB in bfloat16; whole training holds 48 GB of parameters alone."""
-    experiment = config.load("llama3.1-8b", ["lora.rank=16", "training.sequence=4096", "training.remat=full"])
+    experiment = config.load("llama3.1-8b", ["lora.rank=16", "training.sequence=4096", "execution.remat=full"])
     work = Workload.of(experiment)
     whole = replace(work, lora=None)
     assert parameter_counts(work) == {
@@ -103,12 +102,7 @@ def test_targets_are_refused_before_anything_is_counted():
 
 def test_a_mesh_shards_adapters_with_what_they_adapt():
     model = model_fixtures.model()
-    experiment = Experiment(
-        model=model,
-        training=model_fixtures.training(),
-        optimizer=model_fixtures.optimization().model_dump(),
-        lora=LoraConfig(rank=4),
-    )
+    experiment = model_fixtures.experiment(model, lora=LoraConfig(rank=4))
     one, eight = (Workload.of(experiment, layout) for layout in (Layout(), Layout(data=2, fsdp=2, tensor=2)))
     assert memory.trained(eight).parameters < 0.4 * memory.trained(one).parameters
 
@@ -123,10 +117,7 @@ def test_what_crosses_tensor_is_counted():
     gradients of one stream by several adapted matrices are one sum."""
     mesh = meshes.make(1, 2, 2, devices=targets.devices(Target.parse("h200-sxm:4")))
     model, lora, rows = model_fixtures.model(vocab_size=2048), LoraConfig(rank=4), 32
-    training = model_fixtures.training(dtype="bfloat16", batch=rows, kernels="xla")
-    experiment = Experiment(
-        model=model, training=training, optimizer=model_fixtures.optimization().model_dump(), lora=lora
-    )
+    experiment = model_fixtures.experiment(model, lora=lora, dtype="bfloat16", batch=rows, kernels="xla")
     program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
     compiled, counted = Counter(), Counter()
     for sent in collectives.collectives(program, dict(mesh.shape)):

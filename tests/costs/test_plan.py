@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from matrices import sampled
-from workload_fixtures import changed, workload
+from workload_fixtures import changed, sections_of, workload
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
@@ -75,7 +75,7 @@ def windowless(work):
     ),
 )
 def test_every_config_s_training_step_has_the_products_that_are_counted(path, remat):
-    experiment = config.load(path, [f"training.remat={remat}", "training.kernels=xla"])
+    experiment = config.load(path, [f"execution.remat={remat}", "execution.kernels=xla"])
     executed = flops(Workload.of(experiment)).executed
     cost = counted(experiment)
     assert executed == cost.matmul_flops
@@ -105,7 +105,12 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
 def test_kernels_compute_what_both_counters_read(name, chip, remat):
     """Norms of heads, rotary positions and gates are Qwen's; biases, and an activation that is no kernel, GPT-2's;
     norms after blocks Gemma's."""
-    settings = ["training.kernels=auto", "training.sequence=512", "training.microbatches=2", f"training.remat={remat}"]
+    settings = [
+        "execution.kernels=auto",
+        "training.sequence=512",
+        "training.microbatches=2",
+        f"execution.remat={remat}",
+    ]
     experiment = config.load(CONFIGS / f"models/{name}.toml", settings)
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}[chip[0]])
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
@@ -132,11 +137,11 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
 )
 def test_a_cpu_computes_attention_in_parts(sequence, remat):
     """Both counters find the same products, and nearly the same other FLOPs; MFU counts attention whole."""
-    model, training = (
+    model, sections = (
         model_fixtures.model(context_length=sequence),
-        model_fixtures.training(batch=4, sequence=sequence, remat=remat),
+        model_fixtures.sections(batch=4, sequence=sequence, remat=remat),
     )
-    steps = TrainStep(model, training, model_fixtures.optimization())
+    steps = TrainStep(model, *sections, model_fixtures.optimization())
     batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
     with jax.set_mesh(meshes.make(devices=jax.devices()[:1])):
         cost = count(steps.train, jax.eval_shape(steps.init), batch)
@@ -170,16 +175,12 @@ def test_no_other_chip_computes_attention_in_parts():
     ),
 )
 def test_products_and_state_of_every_optimizer(family, kind):
-    model, training = (
-        model_fixtures.model(model_fixtures.FAMILIES[family]),
-        model_fixtures.training(remat="full", microbatches=2, dtype="bfloat16", kernels="xla"),
-    )
-    optimization = model_fixtures.optimization(kind=kind)
-    steps = TrainStep(model, training, optimization)
+    model = model_fixtures.model(model_fixtures.FAMILIES[family])
+    work = workload("train", model, 8, 32, optimizer=kind, remat="full", microbatches=2, kernels="xla")
+    steps = TrainStep(model, *sections_of(work), work.optimizer)
     state = jax.eval_shape(steps.init)
-    shape = training.batch, training.sequence
+    shape = work.batch, work.sequence
     batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
-    work = Workload("train", model, training, optimization)
     assert flops(work).executed == count(steps.train, state, batch).matmul_flops
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
     assert memory(work).optimizer == held
@@ -213,14 +214,10 @@ FROZEN = {
 )
 def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns, remat):
     """Layers with nothing that trains in or before them have no backward pass, and run only once."""
-    model, training = (
-        model_fixtures.model(model_fixtures.FAMILIES[family]),
-        model_fixtures.training(remat=remat, microbatches=2),
-    )
+    model = model_fixtures.model(model_fixtures.FAMILIES[family])
     groups = [{"pattern": pattern, "learning_rate_scale": 0.0} for pattern in FROZEN[patterns]]
-    experiment = config.Experiment(
-        model=model, training=training, optimizer=model_fixtures.optimization(kind=kind, groups=groups).model_dump()
-    )
+    optimization = model_fixtures.optimization(kind=kind, groups=groups)
+    experiment = model_fixtures.experiment(model, optimization, remat=remat, microbatches=2)
     work, whole = (
         Workload.of(experiment),
         workload("train", model, 8, 32, remat=remat, microbatches=2, kernels="xla"),
@@ -258,7 +255,7 @@ def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
 @pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
     model = model_fixtures.model(model_fixtures.QWEN3)  # two key heads: whole beside four parts of `tensor`
-    steps = TrainStep(model, model_fixtures.training(), model_fixtures.optimization(kind=kind))
+    steps = TrainStep(model, *model_fixtures.sections(), model_fixtures.optimization(kind=kind))
     held = jax.eval_shape(steps.init).optimizer, steps.shardings(meshes.make(*mesh)).optimizer
     shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
     work = workload("train", model, 8, 32, optimizer=kind, layout=meshes.layout(*mesh), kernels="xla")
@@ -268,14 +265,7 @@ def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
 @pytest.mark.parametrize("remat", sampled(["none", "full"], ["full"]))
 def test_dropout_takes_passes_and_no_products(remat):
     model = model_fixtures.model()
-    dropped, plain = (
-        config.Experiment(
-            model=model,
-            training=model_fixtures.training(remat=remat, dropout=rate),
-            optimizer=model_fixtures.optimization().model_dump(),
-        )
-        for rate in (0.1, 0.0)
-    )
+    dropped, plain = (model_fixtures.experiment(model, remat=remat, dropout=rate) for rate in (0.1, 0.0))
     work, without = (Workload.of(experiment) for experiment in (dropped, plain))
     assert flops(work) == flops(without)
 
@@ -361,7 +351,7 @@ def test_figures_of_gpt2():
 
 
 def test_napkin_is_six_for_each_parameter_and_token():
-    work = Workload.of(config.load(CONFIGS / "models" / "llama3.1-8b.toml", ["training.kernels=xla"]))
+    work = Workload.of(config.load(CONFIGS / "models" / "llama3.1-8b.toml", ["execution.kernels=xla"]))
     table = work.model.vocab_size * work.model.d_model
     gains = (2 * work.model.num_layers + 1) * work.model.d_model
     assert flops(work).napkin == 6 * (8_030_261_248 - table - gains) * work.tokens
@@ -477,7 +467,7 @@ def test_muon_moves_whole_matrices():
 
 def test_cache_of_llama():
     """2 × 126 layers × 8 heads × 128 × 2 bytes."""
-    work = Workload.of(config.load(CONFIGS / "models" / "llama3.1-405b.toml", ["training.kernels=xla"]), kind="decode")
+    work = Workload.of(config.load(CONFIGS / "models" / "llama3.1-405b.toml", ["execution.kernels=xla"]), kind="decode")
     assert kv_bytes_per_token(work) == 516_096
     assert memory(work).kv_cache == 516_096 * work.batch * work.sequence
 
@@ -650,7 +640,7 @@ def test_kernels_are_left_out_of_chips_that_do_not_run_them():
 
 def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():
     """Each measured figure of calibration adds exactly its own seconds, and none changes the lower bound."""
-    work = Workload.of(config.load(CONFIGS / "quickstart.toml", ["training.kernels=xla"]))
+    work = Workload.of(config.load(CONFIGS / "quickstart.toml", ["execution.kernels=xla"]))
     chip = Target.parse("h200-sxm:1").chip.model_copy(update={"on_chip": None})  # no tiles to fill
     target = Target(chip, (1, 1))
     bare, peak = plan(work, target).time, chip.peak("float32")

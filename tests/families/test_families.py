@@ -97,7 +97,9 @@ def test_greedy_tokens_with_the_cache_are_those_of_transformers(name):
     facts, _ = loud.read(name)
     if facts["greedy"] is None:
         pytest.skip("rotary positions depend on the length of a sequence")
-    model = api.load(directory(name, "loud"), ["training.dtype=float32", "mesh.fsdp=1"], engine=EngineSettings(slots=1))
+    model = api.load(
+        directory(name, "loud"), ["execution.dtype=float32", "mesh.fsdp=1"], engine=EngineSettings(slots=1)
+    )
     (told,) = model.generate([facts["greedy"]["prompt"]], 64, temperature=0.0)
     assert list(told.token_ids) == facts["greedy"]["tokens"]
 

@@ -109,7 +109,7 @@ def test_greedy_tokens_of_a_random_model_are_those_of_transformers(name, seed, t
     if path_dependent(settings, make_fixtures.PROMPT + TOKENS):
         pytest.skip("rotary positions depend on the length of a sequence")
     prompt, told = safe_continuation(reference, f"{name} {seed}")
-    model = api.load(save(tmp_path, reference.config, reference.weights), ["training.dtype=float32"])
+    model = api.load(save(tmp_path, reference.config, reference.weights), ["execution.dtype=float32"])
     (answer,) = model.generate([prompt], len(told), temperature=0.0)
     assert list(answer.token_ids) == told
 

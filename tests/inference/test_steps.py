@@ -9,7 +9,6 @@ from flax import nnx
 from matrices import sampled
 from workload_fixtures import workload
 
-from jaxlm.config import Experiment
 from jaxlm.costs.counted import memory
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
@@ -167,11 +166,7 @@ def test_chunks_that_are_appended_equal_recomputing(family, chunk, mesh):
 def test_decoding_sends_no_weights(sizes):
     """Under the rules of decoding what moves is a token's activations, whatever axes the mesh has."""
     model = model_fixtures.model(d_model=256, attention={"num_heads": 8}, vocab_size=512)
-    experiment = Experiment(
-        model=model,
-        training=model_fixtures.training(batch=8),
-        optimizer=model_fixtures.optimization().model_dump(),
-    )
+    experiment = model_fixtures.experiment(model, batch=8)
     mesh = meshes.make(*sizes)
     program = hlo.parse(lowered_step(experiment, "decode", mesh).trace().lower().compile().as_text())
     smallest = 4 * model.d_model * model.attention.num_heads * model.attention.head_dim // mesh.size

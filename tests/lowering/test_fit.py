@@ -59,15 +59,15 @@ def test_each_compilation_is_printed_as_overrides():
     assert lists
     for line in lists:
         *_, microbatches, remat = shlex.split(line)
-        training = load(MODELS / "llama3.1-8b.toml", [microbatches, remat, "training.batch=32"]).training
-        assert training.remat == ("query", "key", "value", "up", "gate")
+        execution = load(MODELS / "llama3.1-8b.toml", [microbatches, remat, "training.batch=32"]).execution
+        assert execution.remat == ("query", "key", "value", "up", "gate")
 
 
 def test_a_single_change_comes_before_combinations():
     needed = plan(WORK, TARGET).memory.total
     work = changed(WORK, batch=64)
     lines = suggest(plan(work, TARGET), 3 * needed)
-    assert lines and all(line.startswith(("training.", "2 times", "8 times")) for line in lines)
+    assert lines and all(line.startswith(("training.", "execution.", "2 times", "8 times")) for line in lines)
     single = [line for line in lines if " and " not in line]
     assert single in ([], lines)
 

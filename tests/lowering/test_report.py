@@ -41,11 +41,14 @@ norm = { kind = "rms" }
 position = { kind = "rope" }
 attention = { num_heads = 8, num_kv_heads = 4 }
 feed_forward = { d_ff = 1536, activation = "silu", gated = true }
+[execution]
+remat = "full"
+kernels = "xla"
+[inference]
+sequences = 16
 [training]
 batch = 16
 microbatches = 2
-remat = "full"
-kernels = "xla"
 """
 NARROW = (
     *("model.d_model=256", "model.attention.num_heads=4"),
@@ -143,7 +146,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
             pytest.param((1, 2, 2), ["optimizer.kind=muon"], id="muon, tensor"),
             pytest.param(
                 (1, 1, 4),
-                ["model.attention.num_kv_heads=2", "training.kernels=auto", "model.vocab_size=65536", *NARROW],
+                ["model.attention.num_kv_heads=2", "execution.kernels=auto", "model.vocab_size=65536", *NARROW],
                 id="kernels, half a head",
             ),
             pytest.param(
@@ -205,7 +208,7 @@ def test_collectives_are_as_counted(small, sizes, settings):
 def test_declared_kernel_flops_are_as_counted(small, platform):
     """Norms, rotary positions, attention, gates and a chunked loss: their FLOPs are not in XLA's text. A quick
     compilation has the same FLOPs."""
-    more, level = ["training.kernels=auto", "model.vocab_size=65536"], jax.config.jax_optimization_level
+    more, level = ["execution.kernels=auto", "model.vocab_size=65536"], jax.config.jax_optimization_level
     found = compiled(small, FOUR[platform], "train", overrides=more, quick=platform == "tpu").report
     assert found.row()["quick"] == (platform == "tpu") and jax.config.jax_optimization_level == level
     assert found.flops == found.counted_flops
@@ -282,7 +285,7 @@ def test_the_command_reports_and_keeps_the_programs(small, platform, capsys, tmp
 @pytest.mark.parametrize("chips", sampled(["tpu-v5e:1x1", "rtx4090"], ["tpu-v5e:1x1"]))
 def test_a_step_that_does_not_fit_reports_sizes_and_suggestions(small, chips, capsys, tmp_path, compiled_once):
     """A TPU's compiler rejects the program; for a GPU the peak is compared with the capacity."""
-    settings = ["training.batch=512", "training.microbatches=1", "training.remat=none"]
+    settings = ["training.batch=512", "training.microbatches=1", "execution.remat=none"]
     status, row = run(capsys, small, "--on", chips, *settings, "--dump", tmp_path / "kept")
     assert status == 1 and not row["fits"]
     assert json.loads((tmp_path / "kept/report.json").read_text()) == row

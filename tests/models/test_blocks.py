@@ -162,7 +162,7 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(form):
 def test_a_block_is_counted_to_the_last_flop(form, remat):
     model = model_fixtures.model(**form)
     steps = TrainStep(
-        model, model_fixtures.training(remat=remat, dtype="bfloat16", kernels="xla"), model_fixtures.optimization()
+        model, *model_fixtures.sections(remat=remat, dtype="bfloat16", kernels="xla"), model_fixtures.optimization()
     )
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)

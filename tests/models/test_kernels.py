@@ -48,7 +48,7 @@ def plain(family, packed):
 def step(family, mesh, packed, kernels):
     """Loss, and the first moment, which is the gradient by a factor, of one step."""
     settings, batch = (
-        model_fixtures.training(microbatches=2 if mesh[0] > 1 else 1, kernels=kernels),
+        model_fixtures.sections(microbatches=2 if mesh[0] > 1 else 1, kernels=kernels),
         model_fixtures.batch(),
     )
     if not packed:
@@ -102,7 +102,7 @@ def test_the_chip_and_the_switch_decide(chip, tensor):
 
     def kernels_of_a_step(kernels):
         model = model_fixtures.model(FAMILIES["qwen3"])
-        steps = TrainStep(model, model_fixtures.training(kernels=kernels), model_fixtures.optimization())
+        steps = TrainStep(model, *model_fixtures.sections(kernels=kernels), model_fixtures.optimization())
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), model_fixtures.batch())
         with jax.sharding.use_abstract_mesh(mesh):
             return len(list(launches(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch))))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from matrices import sampled
-from workload_fixtures import workload
+from workload_fixtures import sections_of, workload
 
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.flops import flops
@@ -22,7 +22,8 @@ from jaxlm.inference.steps import decode_step
 from jaxlm.models import tree
 from jaxlm.models.cache import OwnTokens
 from jaxlm.models.doors import Dropout
-from jaxlm.models.layers import Execution, Segment, segments
+from jaxlm.models.execution_config import ExecutionConfig
+from jaxlm.models.layers import Segment, segments
 from jaxlm.models.positions import LayerRows, packed_causal_mask, rope_table, sliding_window_mask
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.models.transformer import Block
@@ -33,10 +34,10 @@ from jaxlm.training.optimizer import optimizer
 from jaxlm.training.step import TrainStep
 
 EXECUTIONS = [
-    Execution("full", scan=True),
-    Execution(("query", "up"), scan=True),
-    Execution("none", scan=False),
-    Execution("full", scan=False),
+    ExecutionConfig(remat="full", scan_layers=True),
+    ExecutionConfig(remat=("query", "up"), scan_layers=True),
+    ExecutionConfig(remat="none", scan_layers=False),
+    ExecutionConfig(remat="full", scan_layers=False),
 ]
 
 
@@ -112,7 +113,7 @@ def test_execution_changes_nothing_in_mixed_layers(keys, execution):
     graph, parameters = tree.abstract(model)[0], model_fixtures.parameters(model)
     tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (2, 12), dtype=np.int32)
     gradient = jax.jit(jax.value_and_grad(loss_of, argnums=1, has_aux=True), static_argnums=(0, 3))
-    expected, found = (gradient(graph, parameters, tokens, each) for each in (Execution(), execution))
+    expected, found = (gradient(graph, parameters, tokens, each) for each in (ExecutionConfig(), execution))
     model_fixtures.assert_same_numbers(found, expected, 1e-5)
     assert expected[0][1].shape == (len(keys),)
 
@@ -161,7 +162,7 @@ def test_layers_that_differ_in_windows_and_angles_train_in_one_loop():
     graph, shapes = tree.abstract(model)[0], tree.shapes(tree.abstract(model)[1])
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     cache = jax.eval_shape(lambda: empty_cache(model, 1, 16, jnp.float32))
-    train = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, Execution()))(shapes, ints((1, 8)))
+    train = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, ExecutionConfig()))(shapes, ints((1, 8)))
     decode = jax.make_jaxpr(partial(decode_step, graph))(shapes, ints((1,)), cache)
     loops = [[e.params["length"] for e in equations(x.jaxpr) if e.primitive.name == "scan"] for x in (train, decode)]
     assert loops == [[3], []]
@@ -172,7 +173,9 @@ def test_each_layer_is_rematerialised_by_itself(mixed, scan, barriers):
     """Three in the body of a loop, and two that stand alone, where XLA would merge what runs again with what ran."""
     _, graph, parameters = mixed
     tokens = jnp.zeros((1, 8), jnp.int32)
-    jaxpr = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, Execution("full", scan)))(parameters, tokens)
+    jaxpr = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, ExecutionConfig(remat="full", scan_layers=scan)))(
+        parameters, tokens
+    )
     found = [eqn.params["prevent_cse"] for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "remat2"]
     assert len(found) == 5 and sum(found) == barriers
 
@@ -234,7 +237,7 @@ def test_operations_bear_the_paths_of_their_parameters(mixed):
 def test_the_products_of_mixed_layers_are_counted(mixed, remat):
     model, _, _ = mixed
     work = workload("train", model, 8, model_fixtures.CONTEXT, remat=remat, kernels="xla")
-    steps = TrainStep(model, work.training, work.optimizer)
+    steps = TrainStep(model, *sections_of(work), work.optimizer)
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
     assert flops(work).executed == count(steps.train, jax.eval_shape(steps.init), batch).matmul_flops
@@ -275,7 +278,7 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(mixed):
 @pytest.mark.exhaustive
 def test_a_run_of_mixed_layers_resumes_to_the_last_bit(mixed, tmp_path):
     model, _, _ = mixed
-    mesh, settings = meshes.make(), (model_fixtures.training(), model_fixtures.optimization())
+    mesh, settings = meshes.make(), (model_fixtures.sections(), model_fixtures.optimization())
     with jax.set_mesh(mesh):
         steps = model_fixtures.jitted(model, settings[0], mesh, settings[1])
         state, _ = steps.train(steps.init(), put_batch(model_fixtures.batch(seed=0), mesh))
@@ -290,7 +293,7 @@ def test_a_run_of_mixed_layers_resumes_to_the_last_bit(mixed, tmp_path):
 
 def test_norms_are_those_of_each_layer(mixed):
     model, _, _ = mixed
-    steps = TrainStep(model, model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model, *model_fixtures.sections(), model_fixtures.optimization())
     norms = jax.eval_shape(steps.norms, jax.eval_shape(steps.init), model_fixtures.batch())
     assert norms["residual"].shape == (8,)
     assert norms["gradient"]["layers/small/feed_forward/up"].shape == (3,)

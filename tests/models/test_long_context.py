@@ -7,7 +7,6 @@ import meshes
 import model_fixtures
 import pytest
 
-from jaxlm.config import Experiment
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import hlo, programs, targets
 from jaxlm.lowering.kernel_matrix import CHIPS
@@ -31,8 +30,7 @@ def test_no_scores_are_held(chip):
         d_model=256,
         attention={"num_heads": 2, "head_dim": 128},
     )
-    training = model_fixtures.training(batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
-    experiment = Experiment.model_construct(model=model, training=training, optimizer=model_fixtures.optimization())
+    experiment = model_fixtures.experiment(model, batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
     mesh = meshes.make(1, len(devices), 1, devices=devices)
     program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
     arrays = [a for c in program.computations.values() for i in c.instructions.values() for a in i.arrays]

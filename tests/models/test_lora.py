@@ -72,8 +72,8 @@ def steps_of(mesh, **training):
     """Return (losses and norms, first state, last state) of three steps of an adapted model on a mesh."""
     model, lora = model_fixtures.model(num_layers=2), LoraConfig(rank=4, targets=("*/attention/*", "*/down"))
     with jax.set_mesh(mesh):
-        settings = model_fixtures.training(ema_decay=0.5, **training)
-        step = TrainStep(model, settings, model_fixtures.optimization(), lora=lora)
+        sections = model_fixtures.sections(ema_decay=0.5, **training)
+        step = TrainStep(model, *sections, model_fixtures.optimization(), lora=lora)
         steps = step.jitted(mesh)
         # A base that is drawn, and adapters as a run begins them.
         base = tree.under_adapters(model_fixtures.parameters(model), tree.targets(model, lora))

@@ -289,8 +289,8 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
 @over("yarn", "scaled", "norm of projections")
 def test_a_part_is_counted_to_the_last_flop(name):
     model = model_fixtures.model(PARTS[name])
-    training = model_fixtures.training(remat="full", dtype="bfloat16", kernels="xla")
-    made = TrainStep(model, training, model_fixtures.optimization())
+    sections = model_fixtures.sections(remat="full", dtype="bfloat16", kernels="xla")
+    made = TrainStep(model, *sections, model_fixtures.optimization())
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
     read = count(made.train, jax.eval_shape(made.init), batch)
@@ -337,5 +337,5 @@ def test_layers_with_and_without_positions_train():
     model = model_fixtures.model(PARTS["no positions in global layers"])
     assert [block.position.kind for block in model.layers] == [*["rope"] * 3, "none", *["rope"] * 2]
     assert not [path for path in tree.paths(tree.shapes(tree.abstract(model)[1])) if "global" in path]
-    metrics, _ = model_fixtures.run_steps(model, model_fixtures.training(), [model_fixtures.batch()] * 8)
+    metrics, _ = model_fixtures.run_steps(model, model_fixtures.sections(), [model_fixtures.batch()] * 8)
     assert metrics[-1]["loss"] < 0.9 * metrics[0]["loss"]

@@ -131,9 +131,11 @@ num_heads = 4
 kind = "bilinear"
 hidden_dim = 48
 
+[execution]
+dtype = "float32"
+
 [training]
 batch = 8
-dtype = "float32"
 """
 
 
@@ -174,8 +176,8 @@ def test_a_resolved_file_loads_back_to_the_same(file, tmp_path):
         ("model.attention.head_dim=7", "model.attention.head_dim = 7: it must be even"),
         ("mesh.tensor=3", "mesh.tensor = 3 does not divide model.attention.num_heads = 4"),
         (
-            "training.remat=['up']",
-            "training.remat keeps up, which no layer of the model has; what it can keep is query",
+            "execution.remat=['up']",
+            "execution.remat keeps up, which no layer of the model has; what it can keep is query",
         ),
     ],
 )
@@ -212,7 +214,7 @@ def test_a_kind_has_one_section():
 def test_it_trains(file):
     model = load(file).model
     batches = [model_fixtures.batch(seed=seed, vocabulary=model.vocab_size) for seed in (0, 0)]
-    metrics, state = model_fixtures.run_steps(model, model_fixtures.training(), batches)
+    metrics, state = model_fixtures.run_steps(model, model_fixtures.sections(), batches)
     assert metrics[1]["loss"] < metrics[0]["loss"]
     moved = tree.paths(jax.tree.map(lambda m: float(np.abs(m).max()), state.optimizer[1][0].mu))
     assert min(moved.values()) > 0 and {"layers/attention/temperature", "layers/feed_forward/right"} < moved.keys()
@@ -233,7 +235,7 @@ REMATS = ("none", "full", ("query", "reading_gate", "left"), ("attention", "left
 
 def a_step(file, remat):
     """Return a training step as the Workload that is counted, and as a function with the shapes of its operands."""
-    experiment = load(file, "training.kernels=xla", f"training.remat={list(remat) if remat in REMATS[2:] else remat}")
+    experiment = load(file, "execution.kernels=xla", f"execution.remat={list(remat) if remat in REMATS[2:] else remat}")
     steps = TrainStep.of(experiment)
     shape = jax.ShapeDtypeStruct((experiment.training.batch, experiment.training.sequence), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
@@ -260,7 +262,7 @@ def test_a_cached_generation_is_the_full_forward_pass(file):
 LARGER = (
     *("model.d_model=512", "model.attention.num_heads=8", "model.attention.head_dim=64", "training.batch=16"),
     *("model.feed_forward.hidden_dim=1536", "model.vocab_size=4096", "model.context_length=512"),
-    *("model.num_layers=4", "training.dtype=bfloat16"),
+    *("model.num_layers=4", "execution.dtype=bfloat16"),
 )
 
 
@@ -273,7 +275,7 @@ LARGER = (
 def test_memory_and_collectives_are_those_of_the_compiled_step(file, sizes):
     target = Target.parse("h200-sxm:4")
     mesh = meshes.make(*sizes, devices=targets.devices(target))
-    experiment = load(file, *LARGER, *(["training.kernels=xla"] if sizes[2] > 1 else []))
+    experiment = load(file, *LARGER, *(["execution.kernels=xla"] if sizes[2] > 1 else []))
     found = report.compile(experiment, "train", target, mesh, False).report
     assert found.flops == found.counted_flops
     assert found.plan.memory.total == pytest.approx(found.memory.peak, rel=0.1)

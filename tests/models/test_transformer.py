@@ -14,7 +14,7 @@ from matrices import sampled
 from jaxlm.models import tree
 from jaxlm.models.doors import Dropout
 from jaxlm.models.embedding import looked_up
-from jaxlm.models.layers import Execution
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.positions import packed_causal_mask
 from kernels_pallas import gated_activation
 from kernels_pallas.core.products import einsum_in_float32
@@ -33,7 +33,7 @@ def parts(family, **changes):
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "execution"))
-def logits(graph, parameters, tokens, positions, key_range=None, execution=Execution(), dropout=Dropout()):
+def logits(graph, parameters, tokens, positions, key_range=None, execution=ExecutionConfig(), dropout=Dropout()):
     module = nnx.merge(graph, parameters)
     key_range = key_range or packed_causal_mask(positions)
     hidden, _, _ = module.hidden(tokens, positions, key_range, execution=execution, dropout=dropout)
@@ -119,12 +119,12 @@ def test_padding_behind_a_row_changes_nothing(family):
 
 
 EXECUTIONS = [
-    Execution("none", scan=True),
-    Execution("none", scan=False),
-    Execution("full", scan=True),
-    Execution("full", scan=False),
-    Execution(("query", "key", "value"), scan=True),
-    Execution(("attention", "up", "gate"), scan=False),
+    ExecutionConfig(remat="none", scan_layers=True),
+    ExecutionConfig(remat="none", scan_layers=False),
+    ExecutionConfig(remat="full", scan_layers=True),
+    ExecutionConfig(remat="full", scan_layers=False),
+    ExecutionConfig(remat=("query", "key", "value"), scan_layers=True),
+    ExecutionConfig(remat=("attention", "up", "gate"), scan_layers=False),
 ]
 
 
@@ -162,7 +162,9 @@ def saved_bytes(graph, parameters, execution):
 
 def test_remat_keeps_what_its_name_says():
     model, graph, parameters = parts(model_fixtures.LLAMA)
-    none, full, up = (saved_bytes(graph, parameters, Execution(remat)) for remat in ("none", "full", ("up",)))
+    none, full, up = (
+        saved_bytes(graph, parameters, ExecutionConfig(remat=remat)) for remat in ("none", "full", ("up",))
+    )
     assert full < up < none
     # Naming `up` keeps [B, T, F] in float32 per layer, and nothing else.
     assert up - full == model.num_layers * 8 * 32 * model.feed_forward.d_ff * 4

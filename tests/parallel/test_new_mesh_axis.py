@@ -69,8 +69,8 @@ def test_an_axis_in_two_is_counted_as_one(axis, changes, monkeypatch):
 
 def compiled(rules: Rules, mesh: jax.sharding.Mesh) -> Counter:
     """Return the collectives of a compiled step of two microbatches, and the bytes of its state on each device."""
-    training = model_fixtures.training(batch=16, microbatches=2, kernels="xla")
-    step = TrainStep(MODEL, training, model_fixtures.optimization())
+    sections = model_fixtures.sections(batch=16, microbatches=2, kernels="xla")
+    step = TrainStep(MODEL, *sections, model_fixtures.optimization())
     with jax.set_mesh(mesh), using_rules(rules):
         shapes = tree.placed(jax.eval_shape(step.init), step.shardings(mesh))
         batch = put_batch(model_fixtures.batch(16, vocabulary=512), mesh)

@@ -63,7 +63,7 @@ def all_that_is_new(mesh):
     """(metrics, state) after three steps of a run with everything that acts on parameters turned on."""
     return model_fixtures.run_steps(
         model_fixtures.model(num_layers=2),
-        model_fixtures.training(z_loss=1e-2, ema_decay=0.5),
+        model_fixtures.sections(z_loss=1e-2, ema_decay=0.5),
         [model_fixtures.batch(seed=seed) for seed in range(3)],
         mesh,
         model_fixtures.optimization(
@@ -101,7 +101,7 @@ COLLECTIVE = re.compile(
 @functools.cache
 def training_step(model, mesh, **training):
     """The text of the compiled training step."""
-    steps = TrainStep(model, model_fixtures.training(**training), model_fixtures.optimization())
+    steps = TrainStep(model, *model_fixtures.sections(**training), model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(steps.init),
@@ -234,10 +234,10 @@ def test_batches_go_to_the_devices_that_use_them():
 
 @pytest.mark.exhaustive
 def test_bfloat16_on_a_mesh_with_microbatches_is_one_device_s_to_its_precision():
-    training = model_fixtures.training(dtype="bfloat16", microbatches=2, remat="full")
-    one, _ = model_fixtures.run_steps(model_fixtures.model(), training, [model_fixtures.batch()] * 3)
+    sections = model_fixtures.sections(dtype="bfloat16", microbatches=2, remat="full")
+    one, _ = model_fixtures.run_steps(model_fixtures.model(), sections, [model_fixtures.batch()] * 3)
     many, _ = model_fixtures.run_steps(
-        model_fixtures.model(), training, [model_fixtures.batch()] * 3, meshes.make(2, 2, 2)
+        model_fixtures.model(), sections, [model_fixtures.batch()] * 3, meshes.make(2, 2, 2)
     )
     # Eight bits of mantissa, and sums between devices that round in another order.
     np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], rtol=2e-2)

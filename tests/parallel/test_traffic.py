@@ -29,10 +29,10 @@ def training_step(
     mesh, dtype: str, context: int = model_fixtures.CONTEXT, microbatches: int = 4, **model
 ) -> hlo.HloProgram:
     """The compiled step on a mesh, perhaps of devices that are not here."""
-    training = model_fixtures.training(
+    sections = model_fixtures.sections(
         dtype=dtype, microbatches=microbatches, batch=32, sequence=context, kernels="xla"
     )
-    steps = TrainStep(model_fixtures.model(context_length=context, **model), training, model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(context_length=context, **model), *sections, model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(steps.init),

@@ -150,7 +150,7 @@ def test_a_server_is_started_and_ended(monkeypatch, capfd):
     stories = Path(__file__).parents[1] / "families" / "stories260K"
     smaller = ["--slots", 2, "--chunk-tokens", 32, "--max-context", 400]  # with the programs of test_serve_command.py
     lengths = [*smaller, "--requests", 3, "--input-tokens", 9, "--output-tokens", 4, "--json"]
-    out, _ = said(capfd, stories, "training.dtype=float32", *lengths)
+    out, _ = said(capfd, stories, "execution.dtype=float32", *lengths)
     assert json.loads(out)["total_output_tokens"] == 12
     _, error = said(capfd, stories.with_name("nothing"), *lengths, status=2)
     assert error.count("\n") == 1

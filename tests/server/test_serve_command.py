@@ -194,7 +194,7 @@ def test_a_server_s_packages_are_named(monkeypatch, capsys):
 def test_two_processes_serve_one_model(tmp_path):
     """Each has a half of the heads. Texts are those of one, whatever is cancelled beside them; both end in order."""
     port, command = runs.free_port(), "import sys; from jaxlm.cli import main; sys.exit(main())"
-    options = ["serve", str(STORIES), "training.dtype=float32", "mesh.tensor=2", *SMALL, "--json", "--process"]
+    options = ["serve", str(STORIES), "execution.dtype=float32", "mesh.tensor=2", *SMALL, "--json", "--process"]
     first, second = (
         subprocess.Popen(
             [sys.executable, "-c", command, *options, f"{index}/2@127.0.0.1:{port}"],

@@ -30,7 +30,7 @@ MESH = (2, 2, 2)
 
 
 def like(mesh, model=None):
-    steps = TrainStep(model or model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model or model_fixtures.model(), *model_fixtures.sections(), model_fixtures.optimization())
     return model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
 
 
@@ -39,7 +39,7 @@ def trained(directory, steps):
     mesh, states = meshes.make(*MESH), {}
     with jax.set_mesh(mesh), Checkpoints(directory, steps) as saved:
         compiled = model_fixtures.jitted(
-            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+            model_fixtures.model(), model_fixtures.sections(), mesh, model_fixtures.optimization()
         )
         state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
         for step in range(1, steps + 1):
@@ -53,7 +53,7 @@ def trained(directory, steps):
 @functools.cache
 def begun():
     """Return the first state of a run on one device, on the host."""
-    return model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [])[1]
+    return model_fixtures.run_steps(model_fixtures.model(), model_fixtures.sections(), [])[1]
 
 
 def state_of(step):

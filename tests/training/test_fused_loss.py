@@ -31,7 +31,7 @@ def fused(monkeypatch):
 
 def one_step(family, mesh=(1, 1, 1), microbatches=1, kernels="auto"):
     """Metrics of a step, and its gradients: half of Adam's first moment after one update."""
-    settings = model_fixtures.training(z_loss=1e-2, microbatches=microbatches, kernels=kernels)
+    settings = model_fixtures.sections(z_loss=1e-2, microbatches=microbatches, kernels=kernels)
     optimization = model_fixtures.optimization(clip_norm=1e9, beta1=0.5)
     model = model_fixtures.model(model_fixtures.FAMILIES[family])
     (metrics,), state = model_fixtures.run_steps(
@@ -72,7 +72,7 @@ def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatche
 
 def holds_logits(choice, which):
     """Return whether an array of tokens × labels is in the jaxpr of a step."""
-    steps = TrainStep(model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), *model_fixtures.sections(kernels=choice), model_fixtures.optimization())
     state, batch = jax.eval_shape(steps.init), model_fixtures.batch()
     arguments = (state, batch) if which == "train" else (state.parameters, batch)
     with jax.set_mesh(meshes.make()):
@@ -95,7 +95,7 @@ def test_evaluation_without_logits(fused):
         sums, parameters = [], model_fixtures.placed(model_fixtures.model(), mesh)
         for choice in ("xla", "auto"):
             steps = TrainStep(
-                model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization()
+                model_fixtures.model(), *model_fixtures.sections(kernels=choice), model_fixtures.optimization()
             ).jitted(mesh)
             sums.append(steps.evaluate(parameters, put_batch(batch, mesh)))
     np.testing.assert_allclose(sums[1][0], sums[0][0], rtol=1e-5)

@@ -21,7 +21,7 @@ def products(family, **training):
     with jax.set_mesh(mesh):
         steps = TrainStep(
             model_fixtures.model(model_fixtures.FAMILIES[family]),
-            model_fixtures.training(**training),
+            *model_fixtures.sections(**training),
             model_fixtures.optimization(),
         ).jitted(mesh)
         text = steps.train.lower(jax.eval_shape(steps.init), model_fixtures.batch()).compile().as_text()

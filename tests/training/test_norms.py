@@ -15,7 +15,7 @@ def norms_at_first(mesh):
     """Norms of the first step, which is not taken."""
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
-            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+            model_fixtures.model(), model_fixtures.sections(), mesh, model_fixtures.optimization()
         )
         state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
         return jax.device_get(compiled.norms(state, put_batch(model_fixtures.batch(), mesh)))
@@ -26,7 +26,7 @@ def measured(watch=(), **training):
     mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
-            model_fixtures.model(), model_fixtures.training(**training), mesh, model_fixtures.optimization()
+            model_fixtures.model(), model_fixtures.sections(**training), mesh, model_fixtures.optimization()
         )
         norms, metrics = [], []
         state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
@@ -72,7 +72,7 @@ def test_a_layer_that_adds_nothing_leaves_the_residual_stream_as_it_was():
     mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
-            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+            model_fixtures.model(), model_fixtures.sections(), mesh, model_fixtures.optimization()
         )
         parameters = model_fixtures.parameters(model_fixtures.model())
         parameters["layers"]["attention"]["output"] *= 0

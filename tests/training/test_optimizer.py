@@ -324,8 +324,8 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
 @pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_path):
     mesh = meshes.make(2, 2, 2)
-    training = model_fixtures.training(ema_decay=0.9, z_loss=1e-3)
-    steps = TrainStep(model_fixtures.model(num_layers=2), training, model_fixtures.optimization(kind=kind))
+    sections = model_fixtures.sections(ema_decay=0.9, z_loss=1e-3)
+    steps = TrainStep(model_fixtures.model(num_layers=2), *sections, model_fixtures.optimization(kind=kind))
     with jax.set_mesh(mesh):
         compiled = steps.jitted(mesh)
 
@@ -352,7 +352,7 @@ def test_every_optimizer_learns(kind):
     )
     metrics, _ = model_fixtures.run_steps(
         model_fixtures.model(initializer_std=0.05, num_layers=2),
-        model_fixtures.training(),
+        model_fixtures.sections(),
         [model_fixtures.batch()] * 60,
         optimization=chosen,
     )
@@ -407,7 +407,7 @@ def test_gradients_of_frozen_parameters_do_not_count():
     model = model_fixtures.model(num_layers=2)
     (metrics,), state = model_fixtures.run_steps(
         model,
-        model_fixtures.training(),
+        model_fixtures.sections(),
         [model_fixtures.batch()],
         optimization=model_fixtures.optimization(groups=groups),
     )
@@ -429,6 +429,6 @@ def test_gradients_of_frozen_parameters_do_not_count():
 def test_a_pattern_that_decides_nothing_is_refused_in_one_line(patterns, says):
     chosen = model_fixtures.optimization(groups=[{"pattern": pattern} for pattern in patterns])
     with pytest.raises(InputError) as refused:
-        TrainStep(MODEL, model_fixtures.training(), chosen)
+        TrainStep(MODEL, *model_fixtures.sections(), chosen)
     said = str(refused.value)
     assert "\n" not in said and not [part for part in says if part not in said], said

@@ -92,8 +92,8 @@ MODEL = model_fixtures.model(vocab_size=300, context_length=96)
 
 
 def made(**training):
-    settings = model_fixtures.training(dtype="float32", batch=8, sequence=96, **training)
-    return TrainStep(MODEL, settings, model_fixtures.optimization(learning_rate=3e-3), DPOConfig(beta=BETA))
+    settings = model_fixtures.sections(dtype="float32", batch=8, sequence=96, **training)
+    return TrainStep(MODEL, *settings, model_fixtures.optimization(learning_rate=3e-3), DPOConfig(beta=BETA))
 
 
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.exhaustive), 2])

@@ -31,12 +31,12 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings[0])
 @pytest.mark.parametrize("dtype", sampled(["float32", "bfloat16"], ["bfloat16"]))
 def test_a_step_promotes_no_dtype_implicitly(settings, dtype):
-    experiment = load(QUICKSTART, [f"training.dtype={dtype}", *settings])
+    experiment = load(QUICKSTART, [f"execution.dtype={dtype}", *settings])
     training = experiment.training
     row = jax.ShapeDtypeStruct((training.batch, training.sequence), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
     with jax.numpy_dtype_promotion("strict"), jax.set_mesh(meshes.make()):
-        steps = TrainStep(experiment.model, training, experiment.optimizer)
+        steps = TrainStep(experiment.model, experiment.execution, training, experiment.optimizer)
         state = jax.eval_shape(steps.init)
         _, metrics = jax.eval_shape(steps.train, state, batch)
         loss, _ = jax.eval_shape(steps.evaluate, state.parameters, batch)

@@ -48,7 +48,7 @@ GOLDEN = {
 def test_golden_losses(family):
     metrics, _ = model_fixtures.run_steps(
         model_fixtures.model(model_fixtures.FAMILIES[family]),
-        model_fixtures.training(),
+        model_fixtures.sections(),
         [model_fixtures.batch()] * 10,
         initialised=True,
     )
@@ -60,8 +60,8 @@ def test_golden_losses(family):
 def test_only_targets_that_count_are_counted():
     batch = model_fixtures.batch()
     changed = {**batch, "targets": np.where(batch["segments"] > 0, batch["targets"], 7)}
-    (a,), _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [batch])
-    (b,), _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [changed])
+    (a,), _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.sections(), [batch])
+    (b,), _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.sections(), [changed])
     assert a["loss"] == b["loss"] and a["tokens"] == (batch["segments"] > 0).sum()
 
 
@@ -70,9 +70,9 @@ def test_microbatches_equal_the_whole_batch_though_their_targets_differ_in_numbe
     batch = model_fixtures.batch()
     batch["segments"][0] = 0  # one row counts nothing at all
     batch["segments"][1, 5:] = 0
-    whole, whole_state = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [batch])
+    whole, whole_state = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.sections(), [batch])
     parts, parts_state = model_fixtures.run_steps(
-        model_fixtures.model(), model_fixtures.training(microbatches=microbatches), [batch]
+        model_fixtures.model(), model_fixtures.sections(microbatches=microbatches), [batch]
     )
     model_fixtures.assert_same_numbers(parts[0]["loss"], whole[0]["loss"], 1e-5)
     model_fixtures.assert_same_numbers(parts_state.optimizer[1][0].mu, whole_state.optimizer[1][0].mu, 1e-4)
@@ -81,7 +81,7 @@ def test_microbatches_equal_the_whole_batch_though_their_targets_differ_in_numbe
 def test_a_batch_without_targets_moves_nothing_and_is_no_error():
     batch = model_fixtures.batch()
     batch["segments"][:] = 0
-    (metrics,), state = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [batch])
+    (metrics,), state = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.sections(), [batch])
     assert metrics["loss"] == 0.0 and metrics["skipped"] == 0 and state.step == 1
 
 
@@ -90,7 +90,7 @@ def test_weights_decay_and_gains_and_biases_do_not():
     batch = model_fixtures.batch()
     batch["segments"][:] = 0  # no gradient: what moves is decay
     settings = model_fixtures.optimization()
-    _, state = model_fixtures.run_steps(model, model_fixtures.training(), [batch], optimization=settings)
+    _, state = model_fixtures.run_steps(model, model_fixtures.sections(), [batch], optimization=settings)
     _, abstract = tree.abstract(model)
     before = tree.paths(model_fixtures.parameters(model))
     after, dimensions = tree.paths(state.parameters), tree.paths(tree.dimensions(abstract))
@@ -102,7 +102,7 @@ def test_weights_decay_and_gains_and_biases_do_not():
 def test_one_step_is_adamw_by_hand():
     model, settings = model_fixtures.model(), model_fixtures.optimization(weight_decay=0.0, clip_norm=1e9)
     _, state = model_fixtures.run_steps(
-        model, model_fixtures.training(), [model_fixtures.batch()], optimization=settings
+        model, model_fixtures.sections(), [model_fixtures.batch()], optimization=settings
     )
     before = model_fixtures.parameters(model)
     gradient = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
@@ -114,10 +114,10 @@ def test_one_step_is_adamw_by_hand():
 
 
 def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
-    free, _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [model_fixtures.batch()])
+    free, _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.sections(), [model_fixtures.batch()])
     settings = model_fixtures.optimization(clip_norm=0.01)
     clipped, state = model_fixtures.run_steps(
-        model_fixtures.model(), model_fixtures.training(), [model_fixtures.batch()], optimization=settings
+        model_fixtures.model(), model_fixtures.sections(), [model_fixtures.batch()], optimization=settings
     )
     assert clipped[0]["grad_norm"] == free[0]["grad_norm"] > 0.01
     squares = sum(np.sum(np.square(m)) for m in jax.tree.leaves(state.optimizer[1][0].mu))
@@ -130,7 +130,7 @@ def poisoned(model, at_steps, steps=6, **training):
     mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
-            model, model_fixtures.training(**training), mesh, model_fixtures.optimization()
+            model, model_fixtures.sections(**training), mesh, model_fixtures.optimization()
         )
         parameters = model_fixtures.parameters(model)
         parameters["embedding"][0] = np.nan
@@ -161,8 +161,8 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
 
 
 def test_a_state_begins_with_given_parameters_which_no_array_shares():
-    training, mesh = model_fixtures.training(ema_decay=0.3), meshes.make()
-    steps = TrainStep(model_fixtures.model(num_layers=1), training, model_fixtures.optimization()).jitted(mesh)
+    sections, mesh = model_fixtures.sections(ema_decay=0.3), meshes.make()
+    steps = TrainStep(model_fixtures.model(num_layers=1), *sections, model_fixtures.optimization()).jitted(mesh)
     with jax.set_mesh(mesh):
         initial = steps.init()
         begun = steps.begin(jax.tree.map(jnp.copy, initial.parameters))
@@ -182,7 +182,7 @@ def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone()
 
 
 def test_without_an_average_nothing_of_it_is_in_the_state():
-    steps = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), *model_fixtures.sections(), model_fixtures.optimization())
     state = jax.eval_shape(steps.init)
     assert state.average is None and not [path for path in tree.paths(state) if "average" in path]
 
@@ -192,8 +192,8 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
     batch, coefficient = model_fixtures.batch(), 0.1
     model = model_fixtures.model(num_layers=2)
     settings = model_fixtures.optimization(clip_norm=1e9)
-    training = model_fixtures.training(z_loss=coefficient, microbatches=microbatches)
-    (metrics,), state = model_fixtures.run_steps(model, training, [batch], optimization=settings)
+    sections = model_fixtures.sections(z_loss=coefficient, microbatches=microbatches)
+    (metrics,), state = model_fixtures.run_steps(model, sections, [batch], optimization=settings)
 
     graph, _ = tree.abstract(model)
     seen = packed_causal_mask(batch["positions"])
@@ -233,7 +233,7 @@ def test_what_layers_return_is_in_the_objective_and_the_metrics(sizes, microbatc
     batch = {name: np.repeat(x, 8, axis=0) for name, x in row.items()}  # every part of the batch has the same means
     mesh = meshes.make(*sizes)
     with jax.set_mesh(mesh):
-        steps = TrainStep(model, model_fixtures.training(microbatches=microbatches), settings).jitted(mesh)
+        steps = TrainStep(model, *model_fixtures.sections(microbatches=microbatches), settings).jitted(mesh)
         state, metrics = steps.train(steps.init(), put_batch(batch, mesh))
     graph, _ = tree.abstract(model)
     valid = row["segments"] > 0
@@ -259,13 +259,13 @@ def test_a_loss_of_a_layer_does_not_replace_another(monkeypatch):
         return y_BTD, Auxiliary({"loss": jnp.mean(y_BTD)})
 
     monkeypatch.setattr(DenseFeedForward, "__call__", with_loss)
-    steps = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), *model_fixtures.sections(), model_fixtures.optimization())
     with pytest.raises(ValueError, match="are called loss"):
         jax.eval_shape(steps.train, jax.eval_shape(steps.init), model_fixtures.batch())
 
 
 def test_the_z_loss_is_not_among_the_metrics_where_it_is_off():
-    steps = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), *model_fixtures.sections(), model_fixtures.optimization())
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
     _, metrics = jax.eval_shape(steps.train, jax.eval_shape(steps.init), batch)
     assert "loss" in metrics and "z_loss" not in metrics
@@ -276,7 +276,9 @@ def test_the_logarithm_of_z_is_computed_once():
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
 
     def exponentials(z_loss):
-        steps = TrainStep(model_fixtures.model(), model_fixtures.training(z_loss=z_loss), model_fixtures.optimization())
+        steps = TrainStep(
+            model_fixtures.model(), *model_fixtures.sections(z_loss=z_loss), model_fixtures.optimization()
+        )
         program = jax.jit(steps.train).lower(jax.eval_shape(steps.init), batch).as_text()
         return len(
             re.findall(rf"exponential .* tensor<8x{model_fixtures.CONTEXT}x{model_fixtures.VOCABULARY}xf32>", program)
@@ -288,7 +290,7 @@ def test_the_logarithm_of_z_is_computed_once():
 def test_dropout_is_the_step_s_own_and_repeats(monkeypatch):
     def losses(dropout, seed=0):
         metrics, _ = model_fixtures.run_steps(
-            model_fixtures.model(), model_fixtures.training(dropout=dropout, seed=seed), [model_fixtures.batch()] * 3
+            model_fixtures.model(), model_fixtures.sections(dropout=dropout, seed=seed), [model_fixtures.batch()] * 3
         )
         return [float(m["loss"]) for m in metrics]
 
@@ -299,9 +301,9 @@ def test_dropout_is_the_step_s_own_and_repeats(monkeypatch):
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
-    exact, _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [model_fixtures.batch()] * 3)
+    exact, _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.sections(), [model_fixtures.batch()] * 3)
     half, state = model_fixtures.run_steps(
-        model_fixtures.model(), model_fixtures.training(dtype="bfloat16"), [model_fixtures.batch()] * 3
+        model_fixtures.model(), model_fixtures.sections(dtype="bfloat16"), [model_fixtures.batch()] * 3
     )
     chex.assert_trees_all_equal_dtypes(state.parameters, jax.tree.map(np.float32, state.parameters))
     losses = np.array([[m["loss"] for m in run] for run in (exact, half)])
@@ -329,7 +331,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
 
     def gradients(dtype):
         _, state = model_fixtures.run_steps(
-            model, model_fixtures.training(sequence=length, dtype=dtype), [batch], optimization=descent
+            model, model_fixtures.sections(sequence=length, dtype=dtype), [batch], optimization=descent
         )
         return jax.tree.map(np.subtract, before, state.parameters)
 
@@ -342,7 +344,7 @@ def test_every_product_of_the_step_is_of_bfloat16(family):
     """Backward too: JAX's own transpose of a product with a float32 result multiplies in float32."""
     steps = TrainStep(
         model_fixtures.model(model_fixtures.FAMILIES[family]),
-        model_fixtures.training(dtype="bfloat16"),
+        *model_fixtures.sections(dtype="bfloat16"),
         model_fixtures.optimization(),
     )
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
@@ -355,7 +357,7 @@ def test_one_trace_serves_every_step(monkeypatch):
     mesh = meshes.make()
     for name in ("train", "evaluate"):
         monkeypatch.setattr(TrainStep, name, chex.assert_max_traces(getattr(TrainStep, name), n=1))
-    step = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    step = TrainStep(model_fixtures.model(), *model_fixtures.sections(), model_fixtures.optimization())
     with jax.set_mesh(mesh):
         compiled = step.jitted(mesh)
         state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
@@ -369,7 +371,7 @@ def test_the_state_s_buffers_are_donated():
     mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
-            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+            model_fixtures.model(), model_fixtures.sections(), mesh, model_fixtures.optimization()
         )
         state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
         compiled.train(state, put_batch(model_fixtures.batch(), mesh))
@@ -379,7 +381,7 @@ def test_the_state_s_buffers_are_donated():
 def test_an_untrained_model_knows_nothing_and_training_learns():
     model = model_fixtures.model(initializer_std=0.002, num_layers=1)
     batches = [model_fixtures.batch()] * 60
-    metrics, _ = model_fixtures.run_steps(model, model_fixtures.training(), batches, initialised=True)
+    metrics, _ = model_fixtures.run_steps(model, model_fixtures.sections(), batches, initialised=True)
     np.testing.assert_allclose(metrics[0]["loss"], np.log(model_fixtures.VOCABULARY), atol=0.01)
     # Random targets carry ln 64 = 4.16 nats each; only memorisation gets below.
     assert metrics[-1]["loss"] < 2.0

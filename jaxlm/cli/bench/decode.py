@@ -8,6 +8,7 @@ is measured first.
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 from jaxlm.cli import engine, trained
@@ -57,11 +58,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _loaded(arguments: argparse.Namespace, rows: int, context: int) -> Any:
     """Return the model with an engine for these sequences."""
-    from jaxlm.inference.settings import EngineSettings
-
     longest = context + (arguments.blocks + 1) * arguments.steps + 1
-    settings = EngineSettings(slots=rows, context=longest, exact=not arguments.fast)
-    model = trained.load(arguments, dtype=arguments.dtype, engine=settings)
+    model = trained.load(arguments, dtype=arguments.dtype)
+    model.settings = replace(model.settings, slots=rows, context=longest, exact=not arguments.fast)
     if longest > model.config.context_length:
         raise InputError(
             f"--context {context} and {longest - context} steps exceed model.context_length = "

@@ -36,7 +36,7 @@ _LABELS = {"ttft": "to the first token", "tpot": "per later token", "itl": "betw
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=path, metavar="MODEL", help="that is served: as for jaxlm serve")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.dtype=float32")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as execution.dtype=float32")
     parser.add_argument("--url", help="of a server of MODEL that runs (one is started on this machine)")
     parser.add_argument("--name", help="the model's name there (the first in /v1/models)")
     parser.add_argument("--api-key-file", type=path, metavar="FILE", help="a file with the key to show")
@@ -161,7 +161,7 @@ def _figures(
     least = _bounds(arguments.on, experiment, load, found["mean_concurrency"])
     return {
         "model": arguments.run.name,
-        "dtype": experiment.training.dtype,
+        "dtype": experiment.execution.dtype,
         "load": asdict(load),
         "goodput": goodput,
         **found,

@@ -4,7 +4,7 @@ Products are those of `jaxlm.costs.jaxpr.count` to the last FLOP; memory traffic
 schedule avoids: each product reads its operands and writes its result once, attention keeps its scores on the chip
 (arXiv:2205.14135), and everything element by element is fused into a neighbour. At its upper end each chain of such
 operations (a norm, an activation, a softmax) is a loop of its own, and scores go through memory. Kernels
-(`training.kernels = "auto"`) compute and move what they declare, at both ends, but that attention at the lower one
+(`execution.kernels = "auto"`) compute and move what they declare, at both ends, but that attention at the lower one
 computes no more scores than are seen.
 """
 

@@ -21,10 +21,11 @@ from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.published.figures import FIGURES, CaseSetting, Range
 from jaxlm.costs.workload import Workload
-from jaxlm.models.config import Kernels, ModelConfig, Remat
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import Dtype, ExecutionConfig, Kernels, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
-from jaxlm.training.config import AnyOptimizer, TrainingConfig
+from jaxlm.training.config import AnyOptimizer
 
 PUBLISHED = Path(__file__).with_name("cases.toml")
 _OPTIMIZER = TypeAdapter(AnyOptimizer)
@@ -41,7 +42,7 @@ class CaseStepConfig(Section):
     kind: Kind = "train"
     batch: PositiveInt = 1
     sequence: PositiveInt = 1
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     remat: Remat = "none"
     microbatches: PositiveInt = 1
     optimizer: str = "adamw"
@@ -212,9 +213,17 @@ def _work(case: PublishedCase, models: dict[str, Any]) -> Workload | None:
     if case.model is None:
         return None
     step, model = case.step, ModelConfig.model_validate(_model(case.model, models))
-    training = TrainingConfig(**step.model_dump(exclude={"kind", "optimizer", "mesh"}))
     optimizer = {"kind": step.optimizer, "schedule": {"kind": "constant"}}
-    return Workload(step.kind, model, training, _OPTIMIZER.validate_python(optimizer), Layout(step.mesh))
+    return Workload(
+        step.kind,
+        model,
+        step.batch,
+        step.sequence,
+        ExecutionConfig(dtype=step.dtype, kernels=step.kernels, remat=step.remat),
+        Layout(step.mesh),
+        optimizer=_OPTIMIZER.validate_python(optimizer),
+        microbatches=step.microbatches,
+    )
 
 
 def _target(case: PublishedCase) -> Target | None:

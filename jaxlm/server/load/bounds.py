@@ -1,6 +1,7 @@
 """Counted bounds of what a load measures: no server answers sooner on these chips."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.config import Experiment
@@ -33,7 +34,7 @@ def bounds(experiment: Experiment, target: Target, read: float, follow: float, c
         work = Workload.of(experiment, layout, kind)
         batch = math.ceil(max(batch, 1.0) / work.batch_shards) * work.batch_shards
         sequence = min(max(round(sequence), 1), experiment.model.context_length)
-        return step_time(work.with_training(batch=batch, sequence=sequence).on(target.chip), target).lower_bound
+        return step_time(replace(work, batch=batch, sequence=sequence).on(target.chip), target).lower_bound
 
     first = seconds("prefill", 1, read)
     # Fewer than the mean is less work: what is rounded down stays a bound.

@@ -12,8 +12,8 @@ import pytest
 import random_configurations
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from matrices import sampled
+from workload_fixtures import sections_of
 
-from jaxlm.config import Experiment
 from jaxlm.core.schema import Section
 from jaxlm.costs.counted import memory, operations
 from jaxlm.costs.counted.parameters import parameters
@@ -42,9 +42,9 @@ def read(work: Workload) -> JaxprCost:
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     graph, abstract = tree.abstract(work.model)
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[work.platform])
-    with jax.sharding.use_abstract_mesh(mesh), kernels.using_kernels(work.training.kernels):
+    with jax.sharding.use_abstract_mesh(mesh), kernels.using_kernels(work.execution.kernels):
         if work.kind == "train":
-            steps = TrainStep(work.model, work.training, work.optimizer)
+            steps = TrainStep(work.model, *sections_of(work), work.optimizer)
             batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), ints(work.batch, work.sequence))
             return count(steps.train, jax.eval_shape(steps.init), batch)
         shapes = tree.shapes(abstract, work.dtype)
@@ -117,7 +117,9 @@ def test_compiled_programs_are_as_counted():
         work = random_configurations.step(draw, random_configurations.LARGE)
         target = Target.parse(CHIPS_OF[("gpu", "tpu")[seed % 2]])
         mesh = make_mesh(Layout(draw.choice(LAYOUTS)), targets.devices(target))
-        experiment = Experiment(model=work.model, training=work.training, optimizer=work.optimizer.model_dump())
+        execution, training = sections_of(work)
+        settings = execution.model_dump() | training.model_dump()
+        experiment = model_fixtures.experiment(work.model, work.optimizer, **settings)
         found = report.compile(experiment, work.kind, target, mesh, False).report
         assert found.flops == found.counted_flops, (seed, work)
         errors[seed] = found.plan.memory.total / found.memory.peak - 1

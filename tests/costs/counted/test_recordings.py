@@ -55,8 +55,8 @@ CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("
 def assert_counted(model, remat, patterns, platform):
     """Assert that the jaxpr of a step and its count have the same FLOPs, of products and of kernels."""
     groups = [{"pattern": pattern, "learning_rate_scale": 0.0} for pattern in patterns]
-    training = model_fixtures.training(remat=remat, kernels="auto", dtype="bfloat16")
-    steps = TrainStep(model, training, model_fixtures.optimization(groups=groups))
+    sections = model_fixtures.sections(remat=remat, kernels="auto", dtype="bfloat16")
+    steps = TrainStep(model, *sections, model_fixtures.optimization(groups=groups))
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[platform])

@@ -150,8 +150,9 @@ def test_scopes_and_phases():
         cost["outer/products"]
 
 
-def abstract_step(model, training, optimization=None):
-    steps = TrainStep(model, training, optimization or model_fixtures.optimization())
+def abstract_step(model, sections, optimization=None):
+    steps = TrainStep(model, *sections, optimization or model_fixtures.optimization())
+    training = sections[1]
     batch = {name: i32(training.batch, training.sequence) for name in ("tokens", "targets", "segments", "positions")}
     return steps, jax.eval_shape(steps.init), batch
 
@@ -163,7 +164,7 @@ def every_node(cost):
 
 
 def test_the_tree_of_a_model_adds_up():
-    steps, state, batch = abstract_step(model_fixtures.model(), model_fixtures.training(remat="full", microbatches=2))
+    steps, state, batch = abstract_step(model_fixtures.model(), model_fixtures.sections(remat="full", microbatches=2))
     cost = count(steps.train, state, batch)
     for node in every_node(cost):
         for figure in ("flops", "matmul_flops", "elementwise_flops", "reduction_flops", "bytes_in", "bytes_out"):
@@ -241,7 +242,7 @@ def test_products_of_the_training_step_are_those_that_run(family, training, opti
     mesh = meshes.make()
     steps, state, batch = abstract_step(
         model_fixtures.model(model_fixtures.FAMILIES[family]),
-        model_fixtures.training(**training),
+        model_fixtures.sections(**training),
         model_fixtures.optimization(**optimization),
     )
     with jax.set_mesh(mesh):
@@ -256,13 +257,13 @@ def test_products_of_the_training_step_are_those_that_run(family, training, opti
 )
 def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
     mesh = meshes.make(*shape)
-    training = model_fixtures.training(remat="full", microbatches=microbatches, batch=16)
-    steps, state, batch = abstract_step(model_fixtures.model(), training)
+    sections = model_fixtures.sections(remat="full", microbatches=microbatches, batch=16)
+    steps, state, batch = abstract_step(model_fixtures.model(), sections)
 
     def lying(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    rows = named_sharding(("batch", "sequence"), (training.batch, training.sequence), mesh)
+    rows = named_sharding(("batch", "sequence"), batch["tokens"].shape, mesh)
     with jax.set_mesh(mesh):
         cost = count(steps.train, state, batch)
         arguments = jax.tree.map(lying, state, steps.shardings(mesh)), jax.tree.map(lambda x: lying(x, rows), batch)
@@ -293,11 +294,11 @@ def published(name):
 
 def test_the_largest_model_counts_in_seconds():
     model = published("llama3.1-405b")
-    training = model_fixtures.training(
+    sections = model_fixtures.sections(
         batch=512, sequence=model.context_length, dtype="bfloat16", remat="full", microbatches=4
     )
     begin = time.perf_counter()
-    cost = count(*(lambda steps, *state: (steps.train, *state))(*abstract_step(model, training)))
+    cost = count(*(lambda steps, *state: (steps.train, *state))(*abstract_step(model, sections)))
     assert time.perf_counter() - begin < 20  # some two seconds on two quiet cores
     tokens = 512 * model.context_length
     assert cost["layers/attention/query"].forward.flops == 2 * 126 * 16384 * 16384 * tokens
@@ -308,11 +309,11 @@ def test_the_largest_model_counts_in_seconds():
 def test_no_backend_is_asked():
     code = """
 import jax
-from model_fixtures import model, optimization, training
+from model_fixtures import model, optimization, sections
 from jax.sharding import AbstractMesh, AxisType
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.training.step import TrainStep
-steps = TrainStep(model(), training(microbatches=2, batch=4096), optimization())
+steps = TrainStep(model(), *sections(microbatches=2, batch=4096), optimization())
 batch = {k: jax.ShapeDtypeStruct((4096, 32), "int32") for k in ("tokens", "targets", "segments", "positions")}
 state = jax.eval_shape(steps.init)
 alone = count(steps.train, state, batch)

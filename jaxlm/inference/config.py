@@ -1,0 +1,55 @@
+"""The section of an experiment that says how much inference does at once. Imports no JAX."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from jaxlm.core.schema import Count, InWords, Section
+from jaxlm.core.units import parse_memory
+from jaxlm.inference.settings import EngineSettings
+
+
+def _memory(text: str) -> str:
+    """Return the text of a size in memory. Raises ValueError for what is none."""
+    parse_memory(text)
+    return text
+
+
+Memory = Annotated[str, AfterValidator(_memory)]
+_SIZE = InWords(default="model.context_length, at most 8192")
+
+
+class InferenceConfig(Section):
+    """The sizes of inference: of the engine that generates, evaluates and serves, and of the steps that a plan counts.
+
+    `length` and `prompt` are of plans alone.
+    """
+
+    sequences: Count = EngineSettings.slots
+    """The most sequences that are under way; in a plan, those of its step."""
+    context: Annotated[Count | None, InWords(default="the model's, or what the cache holds")] = EngineSettings.context
+    """The most tokens of a sequence."""
+    page: Count = EngineSettings.page
+    """Tokens of a page of the cache, a multiple of 32."""
+    chunk_tokens: Count = EngineSettings.chunk_tokens
+    """The most tokens of prompts in a step, rounded up to whole tiles of 32."""
+    cache_memory: Annotated[
+        Memory | None, InWords(default="1GiB on a CPU, 80 % of what is free elsewhere", type='size, such as "8GiB"')
+    ] = None
+    """Memory of keys and values on each device; where it holds fewer than all sequences could need, some wait."""
+    length: Annotated[Count, _SIZE]
+    """Tokens that each sequence holds in a plan of decoding."""
+    prompt: Annotated[Count, _SIZE]
+    """Tokens of each prompt in a plan of prefill."""
+
+    def settings(self, **more: Any) -> EngineSettings:
+        """Return the settings of an engine of these sizes, with `more` of its settings."""
+        cache_bytes = None if self.cache_memory is None else parse_memory(self.cache_memory)
+        return EngineSettings(
+            context=self.context,
+            slots=self.sequences,
+            cache_bytes=cache_bytes,
+            page=self.page,
+            chunk_tokens=self.chunk_tokens,
+            **more,
+        )

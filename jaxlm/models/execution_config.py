@@ -1,0 +1,40 @@
+"""The execution of a model's steps. Imports no JAX."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from jaxlm.core.schema import Section
+
+Dtype = Literal["float32", "bfloat16"]
+
+# Norms, RoPE, attention, gated activations and the loss run as kernels of kernels_pallas wherever there is one for the
+# chip, or as what XLA makes of plain JAX.
+Kernels = Literal["auto", "xla"]
+
+
+def _remat(value: Any) -> Any:
+    listed = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    if value not in ("none", "full") and not listed:
+        raise ValueError(f'{value!r} is neither "none" nor "full" nor a list of activations, such as ["query", "up"]')
+    return value
+
+
+# What a layer keeps for its backward pass: everything, only its input, or its input and the activations named
+# (`ModelConfig.activations`).
+Remat = Annotated[Literal["none", "full"] | tuple[str, ...], BeforeValidator(_remat)]
+
+
+class ExecutionConfig(Section):
+    """The execution of a model's steps: it changes no result beyond rounding, but speed and memory."""
+
+    dtype: Dtype = "bfloat16"
+    """The dtype of the forward and backward pass, of a cache, and of the gradients of one microbatch where devices sum
+    them. In training, parameters, gradients summed over microbatches and optimizer state are float32."""
+    kernels: Kernels = "auto"
+    """Run the kernels of kernels_pallas on GPUs and TPUs ("auto"), or leave everything to XLA."""
+    remat: Remat = "none"
+    """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
+    activations named, such as ["query", "up"]."""
+    scan_layers: bool = True
+    """Compile equal layers of a training step once, in a loop."""

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,10 @@ from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlm.models.cache import CacheEntry, LayerCache, Recurrence, Slot, States, carried, where_sequences
+from jaxlm.models.cache import CacheEntry, LayerCache, Slot
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.doors.door import AxedArray
+from jaxlm.models.doors.scan import ChunkRows, Recurrence, scan
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.models.tree import abstract
@@ -165,12 +166,10 @@ class DenseLayer:
                     key_range = KeyRange(*(jnp.maximum(at_BT - first_B[:, None], 0) for at_BT in rows.key_range))
         return dataclasses.replace(self, stored=stored, shown=CacheView(arrays, key_range))
 
-    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, "DenseLayer"]:
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, "DenseLayer"]:
         """Carry the states of each sequence through T new tokens."""
-        begins_B = self.length == 0
-        before = {name: self.stored[name].read(self.index) for name in first}
-        states = {name: where_sequences(begins_B, first[name][None], state) for name, state in before.items()}
-        states, outputs_BT = carried(step, states, inputs_BT, rows.is_token_BT)
+        before = {name: self.stored[name].read(self.index) for name in recurrence.first}
+        outputs_BT, states = scan(recurrence, before, ChunkRows(rows.is_token_BT, rows.begins_BT), *inputs)
         written = {name: self.stored[name].write(state, self.index, self.length) for name, state in states.items()}
         return outputs_BT, dataclasses.replace(self, stored={**self.stored, **written})
 

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxlm.models.cache import CacheEntry, LayerCache, Recurrence, Slot, States, carried, where_sequences
+from jaxlm.models.cache import CacheEntry, LayerCache, Slot
+from jaxlm.models.doors.door import AxedArray
+from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, scan, where_rows
+from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.models.views import PagedSection, PagedView
 from jaxlm.parallel.partition import named_sharding
@@ -225,26 +228,28 @@ class PagedLayer:
         page_Q = jnp.take_along_axis(section.table, index_Q1, axis=1)[:, 0]
         return jnp.where(first_Q < back, 0, page_Q), first_Q
 
-    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, "PagedLayer"]:
-        """Carry the states of the rows' sequences through inputs [R, 1, ...].
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, "PagedLayer"]:
+        """Carry the states of the rows' sequences through inputs [R, 1, …].
 
         Sequences of one row are carried together, and runs of several one after the other, since the next may go on
         from the last.
         """
         states, outputs, at = self.states, [], 0
-        of_rows_R = jax.tree.map(lambda x: x[:, 0], (inputs_BT, rows.is_token_BT))
+        tokens_R = ChunkRows(rows.is_token_BT[:, 0], rows.begins_BT[:, 0])
+        arrays_R, axes = [x[:, 0] for x, _ in inputs], [each for _, each in inputs]
         for section in self.of_states:
             (from_Q, first_Q), (to_Q, _) = self._places(section, at, back=1), self._places(section, at)
-            of_rows_QT = jax.tree.map(partial(_in_runs, at=at, section=section), of_rows_R)
-            runs, carry = _Runs(from_Q, to_Q, first_Q, *of_rows_QT), partial(_carried_runs, step, first)
+            tokens_QT, arrays_QT = jax.tree.map(partial(_in_runs, at=at, section=section), (tokens_R, arrays_R))
+            runs = _Runs(from_Q, to_Q, first_Q, tokens_QT, arrays_QT)
+            carry = partial(_scan_runs, recurrence, axes)
             if section.rows == 1:
-                states, made_QT = carry(states, runs)
+                states, outputs_QT = carry(states, runs)
             else:
-                states, made_Q1T = jax.lax.scan(carry, states, jax.tree.map(lambda x: x[:, None], runs))
-                made_QT = jax.tree.map(lambda x: x[:, 0], made_Q1T)
-            outputs.append(jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), made_QT))
+                states, outputs_Q1T = jax.lax.scan(carry, states, jax.tree.map(lambda x: x[:, None], runs))
+                outputs_QT = outputs_Q1T[:, 0]
+            outputs.append(outputs_QT.reshape(-1, 1, *outputs_QT.shape[2:]))
             at += len(to_Q) * section.rows
-        return jax.tree.map(lambda *xs: jnp.concatenate(xs), *outputs), dataclasses.replace(self, states=states)
+        return jnp.concatenate(outputs), dataclasses.replace(self, states=states)
 
     def view(self) -> PagedView:
         """Return the pages of the layer's tokens."""
@@ -253,20 +258,23 @@ class PagedLayer:
 
 class _Runs(NamedTuple):
     """Runs of rows, each of one sequence: the pages that its state comes from and goes to, the position of the first
-    row, what the recurrence reads of the rows, and which of them are tokens."""
+    row, which of the rows are tokens, and what the recurrence reads of them."""
 
     from_Q: jax.Array
     to_Q: jax.Array
     first_Q: jax.Array
-    inputs_QT: Any
-    is_token_QT: jax.Array
+    rows_QT: ChunkRows
+    inputs_QT: list[jax.Array]
 
 
-def _carried_runs(step: Recurrence, first: States, states: States, runs: _Runs) -> tuple[States, Any]:
+def _scan_runs(recurrence: Recurrence, axes: list[Axes], states: States, runs: _Runs) -> tuple[States, jax.Array]:
     """Carry states through runs of which no two are of one sequence. Return the pages of states, and the outputs."""
-    begins_Q = runs.first_Q == 0
-    before = {name: where_sequences(begins_Q, x[None], states[name][runs.from_Q]) for name, x in first.items()}
-    after, outputs_QT = carried(step, before, runs.inputs_QT, runs.is_token_QT)
+    begins_Q = runs.first_Q <= 0  # its page may hold anything
+    before = {
+        name: where_rows(begins_Q, first, states[name][runs.from_Q])
+        for name, first in recurrence.initial_states(1).items()
+    }
+    outputs_QT, after = scan(recurrence, before, runs.rows_QT, *zip(runs.inputs_QT, axes, strict=True))
     return states | {name: states[name].at[runs.to_Q].set(x) for name, x in after.items()}, outputs_QT
 
 

@@ -1,11 +1,13 @@
 """The protocol between mixers, which say what they keep of earlier tokens, and caches, which keep it."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models.doors.door import AxedArray
+from jaxlm.models.doors.scan import ChunkRows, Recurrence, scan
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.models.views import CacheView, PagedView
@@ -33,13 +35,6 @@ class Slot(NamedTuple):
     tokens_last: bool = False
 
 
-States = dict[str, jax.Array]  # by slot
-
-# One token of a recurrence: takes states [B, *shape] and inputs [B, ...] of sequences, and returns the states after it
-# and outputs [B, ...].
-Recurrence = Callable[[States, Any], tuple[States, Any]]
-
-
 class CacheEntry(NamedTuple):
     """A stack of layers that keep the same slots."""
 
@@ -59,17 +54,16 @@ class LayerCache(Protocol):
         """
         ...
 
-    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, Self]:
-        """Carry the states of each sequence through its next T tokens.
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, Self]:
+        """Carry the states of each sequence through its next T tokens, as `jaxlm.models.doors.scan` does.
 
-        Padding leaves the states as they are, and its outputs are anything. What a layer computes of each token alone
-        is better done for all of them before and after.
+        Documents begin anew. What a layer computes of each token alone is better done for all of them before and after.
 
         Args:
-          first: by slot, the state [*shape] before the first token of a sequence.
-          inputs_BT: a tree of [B, T, ...].
+          recurrence: its states are slots of the layer, some or all.
+          inputs: arrays [B, T, …], each with its logical axes.
 
-        Returns the outputs of `step`, a tree of [B, T, ...], and the cache with the states after the last token.
+        Returns the outputs [B, T, …], and the cache with the states after the last token.
         """
         ...
 
@@ -118,9 +112,10 @@ class OwnTokens(NamedTuple):
         """Hold the new arrays."""
         return self._replace(arrays={**self.arrays, **new}, key_range=rows.key_range)
 
-    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, Self]:
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, Self]:
         """Carry states from the first token of the rows to the last, and forget them."""
-        _, outputs_BT = carried(step, begun(first, len(rows.is_token_BT)), inputs_BT, rows.is_token_BT)
+        tokens = ChunkRows(rows.is_token_BT, rows.begins_BT)
+        outputs_BT, _ = scan(recurrence, recurrence.initial_states(len(rows.is_token_BT)), tokens, *inputs)
         return outputs_BT, self
 
     def view(self) -> CacheView:
@@ -142,29 +137,3 @@ class NoCache(NamedTuple):
     def advance(self, lengths_B: jax.Array) -> Self:
         """Return itself."""
         return self
-
-
-def begun(first: States, sequences: int) -> States:
-    """Return the states [B, *shape] of sequences that begin."""
-    return {name: jnp.broadcast_to(state[None], (sequences, *state.shape)) for name, state in first.items()}
-
-
-def carried(step: Recurrence, states: States, inputs_BT: Any, is_token_BT: jax.Array) -> tuple[States, Any]:
-    """Carry states [B, *shape] through T tokens. Return them after the last, and the outputs [B, T, ...]."""
-
-    def one(states: States, token: tuple[Any, jax.Array]) -> tuple[States, Any]:
-        inputs_B, is_token_B = token
-        after, outputs_B = step(states, inputs_B)
-        return {name: where_sequences(is_token_B, after[name], state) for name, state in states.items()}, outputs_B
-
-    states, outputs_TB = jax.lax.scan(one, states, jax.tree.map(_swapped, (inputs_BT, is_token_BT)))
-    return states, jax.tree.map(_swapped, outputs_TB)
-
-
-def where_sequences(is_so_B: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
-    """Choose between arrays [B, ...] for each sequence, in the dtype of the second."""
-    return jnp.where(is_so_B.reshape(-1, *[1] * (no.ndim - 1)), yes.astype(no.dtype), no)
-
-
-def _swapped(x: jax.Array) -> jax.Array:
-    return jnp.swapaxes(x, 0, 1)

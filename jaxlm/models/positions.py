@@ -75,7 +75,7 @@ class LayerRows:
         dropout: Dropout,
         length_BT: jax.Array | None = None,
     ):
-        self._dropout = dropout
+        self._dropout, self._positions_BT = dropout, positions_BT
         self._masks: dict[int | None, KeyRange] = {None: key_range}
         self._tables: dict[tuple, RopeTable] = {}
         if length_BT is None:
@@ -91,7 +91,8 @@ class LayerRows:
         """Return what a layer reads."""
         masks = [self._masks[block.window] for block in at.blocks]
         tables = [self._tables.get((block.position, block.rope_dim)) for block in at.blocks]
-        return RowContext(_select(at.which, masks), _select(at.which, tables), self._dropout.at(at.layer + 1))
+        dropout = self._dropout.at(at.layer + 1)
+        return RowContext(self._positions_BT, _select(at.which, masks), _select(at.which, tables), dropout)
 
 
 def _select(which: jax.Array, cases: Sequence[Any]) -> Any:

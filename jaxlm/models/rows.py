@@ -26,10 +26,11 @@ class LayerIndex(NamedTuple):
 class RowContext(NamedTuple):
     """The inputs of a layer besides the stream, for the rows of a batch; they travel with them.
 
-    `key_range`: the keys that each token attends to. `rope`: the rotary angles of its positions, or None. `dropout`:
-    that of this layer.
+    `positions_BT`: of each token in its document. `key_range`: the keys that it attends to. `rope`: the rotary angles
+    of its position, or None. `dropout`: that of this layer.
     """
 
+    positions_BT: jax.Array
     key_range: KeyRange
     rope: RopeTable | None
     dropout: Dropout
@@ -38,6 +39,11 @@ class RowContext(NamedTuple):
     def is_token_BT(self) -> jax.Array:
         """True where there is a token, [B, T]: padding sees no key."""
         return self.key_range.end > self.key_range.start
+
+    @property
+    def begins_BT(self) -> jax.Array:
+        """True where a document begins, [B, T]."""
+        return (self.positions_BT == 0) & self.is_token_BT
 
 
 class Auxiliary(NamedTuple):

@@ -18,9 +18,10 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.models import attention, tree
-from jaxlm.models.cache import CacheEntry, NoCache, Slot, carried
+from jaxlm.models.cache import CacheEntry, NoCache, Slot
 from jaxlm.models.config import GroupedQueryAttentionConfig
 from jaxlm.models.doors import Dropout
+from jaxlm.models.doors.scan import ChunkRows, by_token, scan
 from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.positions import cache_causal_mask
 from jaxlm.models.rows import Auxiliary, RowContext
@@ -28,6 +29,14 @@ from jaxlm.models.views import CacheView
 from jaxlm.parallel.rules import ENGINE
 
 LAYERS, WIDTH, LATENT = 3, 32, 6
+
+
+AXES = ("batch", "sequence", "act_embed")
+DECAY = by_token(
+    lambda states, latent_BC: ({"state": (state_BC := 0.9 * states["state"] + latent_BC)}, state_BC),
+    {"state": (np.full(LATENT, 0.5, np.float32), ("act_embed",))},
+    AXES,
+)
 
 
 class LatentRecurrence(Module):
@@ -44,12 +53,7 @@ class LatentRecurrence(Module):
     def __call__(self, x_BTD, rows, cache):
         latent_BTC = x_BTD @ self.down[...]
 
-        def decay(states, latent_BC):
-            state_BC = 0.9 * states["state"] + latent_BC
-            return {"state": state_BC}, state_BC
-
-        first = {"state": jnp.full(LATENT, 0.5, jnp.float32)}
-        states_BTC, cache = cache.carry(rows, decay, first, latent_BTC)
+        states_BTC, cache = cache.scan(rows, DECAY, (latent_BTC, AXES))
         cache = cache.update(rows, latent=latent_BTC)
         seen = cache.view()
         index_S = jnp.arange(seen.arrays["latent"].shape[1])[None, None]
@@ -75,9 +79,9 @@ class GrowingLayer(NamedTuple):
             arrays[name] = jnp.concatenate([arrays[name], x], axis=1) if grows else x
         return self._replace(arrays=arrays, key_range=rows.key_range)
 
-    def carry(self, rows, step, first, inputs):
-        is_token = rows.key_range.end > rows.key_range.start
-        states, outputs = carried(step, {name: self.arrays[name] for name in first}, inputs, is_token)
+    def scan(self, rows, recurrence, *inputs):
+        before = {name: self.arrays[name] for name in recurrence.first}
+        outputs, states = scan(recurrence, before, ChunkRows(rows.is_token_BT, rows.begins_BT), *inputs)
         return outputs, self._replace(arrays={**self.arrays, **states})
 
     def view(self):
@@ -106,7 +110,7 @@ def through(layers, cache, x_BTD, start, scan):
     graph, stacked = nnx.split(layers)
     B, T, _ = x_BTD.shape
     positions = jnp.broadcast_to(start + jnp.arange(T)[None], (B, T))
-    rows = RowContext(cache_causal_mask(positions, jnp.full(B, start + T)), None, Dropout())
+    rows = RowContext(positions, cache_causal_mask(positions, jnp.full(B, start + T)), None, Dropout())
 
     def body(carry, layer):
         x, cache = carry

@@ -26,7 +26,7 @@ def test_rows_write_to_and_read_from_their_own_sequence():
     arrays = {"0": {"key": jnp.asarray(before["key"].swapaxes(2, 3)), "value": jnp.asarray(before["value"])}}
     cache = PagedCache(arrays, (tables,), position, layout, (1, TILE))
     end = jnp.asarray(position + 1)[:, None]
-    rows = RowContext(KeyRange(jnp.zeros_like(end), end), None, Dropout())
+    rows = RowContext(jnp.maximum(position, 0)[:, None], KeyRange(jnp.zeros_like(end), end), None, Dropout())
     new = {name: draw.standard_normal((5, 1, *SHAPE)).astype(np.float32) for name in before}
     view = cache.layer("0", 0).update(rows, **{name: jnp.asarray(x) for name, x in new.items()}).view()
     for name, arrays in view.arrays.items():

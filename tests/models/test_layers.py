@@ -129,7 +129,9 @@ def test_each_layer_computes_what_its_block_says(mixed):
         seen = sliding_window_mask(block.window or 99, packed_causal_mask(positions))
         angles = None if block.position.kind == "none" else rope_table(block.position, 4, positions)
         one = nnx.eval_shape(lambda: Block(model.of(block), nnx.Rngs(0)))
-        return nnx.merge(nnx.graphdef(one), parameters)(x_BTD, RowContext(seen, angles, Dropout()), OwnTokens())[0]
+        return nnx.merge(nnx.graphdef(one), parameters)(
+            x_BTD, RowContext(positions, seen, angles, Dropout()), OwnTokens()
+        )[0]
 
     x_BTD, at = parameters["embedding"][tokens], {"small": 0, "local": 0}
     for name, block in zip(model.layer_names, model.layers, strict=True):

@@ -1,0 +1,170 @@
+"""Recurrences over the tokens of documents, computed in chunks: a scan from one chunk to the next, within which a
+recurrence computes in parallel."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.models.doors.door import AxedArray, Signature, door
+from jaxlm.models.logical_axes import Axes
+
+States = dict[str, jax.Array]  # by slot, [B, *shape]
+
+
+class ChunkRows(NamedTuple):
+    """The tokens of a chunk.
+
+    Attributes:
+      is_token_BC: bool; padding follows the tokens of a row.
+      begins_BC: bool, whether a document begins with a token.
+    """
+
+    is_token_BC: jax.Array
+    begins_BC: jax.Array
+
+    @property
+    def document_BC(self) -> jax.Array:
+        """The documents that have begun up to each token, int32: 0 is the one that the states before the chunk are of,
+        and equal numbers are of one document."""
+        return jnp.cumsum(self.begins_BC & self.is_token_BC, axis=1, dtype=jnp.int32)
+
+    @property
+    def length_B(self) -> jax.Array:
+        """The tokens of each row, int32."""
+        return jnp.sum(self.is_token_BC, axis=1, dtype=jnp.int32)
+
+
+# Takes the states before a chunk, [B, *shape], its rows, and arrays [B, C, …], and returns the states after its last
+# token and the outputs [B, C, …]. A document that begins in the chunk reads none of the states before it. Padding changes
+# no state; its outputs are anything. The function closes over no array, so that its cost and gradients are known.
+Chunk = Callable[..., tuple[States, jax.Array]]
+
+
+class Recurrence(NamedTuple):
+    """A recurrence over the tokens of documents.
+
+    Attributes:
+      chunk: computes a chunk, as chunk(states, rows, *inputs).
+      first: by slot, the state [*shape] before the first token of a document, and its logical axes.
+      axes: the logical axes of the outputs, [B, T, …].
+      size: the most tokens of a chunk; None computes all tokens of a pass at once.
+    """
+
+    chunk: Chunk
+    first: Mapping[str, AxedArray]
+    axes: Axes
+    size: int | None = None
+
+    def initial_states(self, sequences: int) -> States:
+        """Return the states [B, *shape] of sequences that begin."""
+        return {name: jnp.broadcast_to(x[None], (sequences, *x.shape)) for name, (x, _) in self.first.items()}
+
+
+def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: AxedArray) -> Signature:
+    axes = {name: ("batch", *of_state) for name, (_, of_state) in recurrence.first.items()}
+    per_token = [(x, recurrence.axes[:2]) for x in rows]
+    _, output = jax.eval_shape(recurrence.chunk, states, rows, *(x for x, _ in inputs))
+    results = [(output, recurrence.axes), *((x, axes[name]) for name, x in states.items())]
+    operands = [*inputs, *((x, axes[name]) for name, x in states.items()), *per_token]
+    return Signature(operands, results, {"recurrence": recurrence.chunk, "size": recurrence.size})
+
+
+@door(_signature, name="scan")
+def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: AxedArray) -> tuple[jax.Array, ...]:
+    """Return the outputs [B, T, …] and the states after the last token, in their order."""
+    (B, T), arrays = rows.is_token_BC.shape, tuple(x for x, _ in inputs)
+    size = recurrence.size or T
+
+    def one(states: States, chunk: tuple[ChunkRows, tuple[jax.Array, ...]]) -> tuple[States, jax.Array]:
+        after, outputs = recurrence.chunk(states, chunk[0], *chunk[1])
+        return {name: after[name].astype(x.dtype) for name, x in states.items()}, outputs
+
+    if T <= size:
+        states, outputs_BT = one(states, (rows, arrays))
+        return outputs_BT, *states.values()
+
+    def in_chunks(x: jax.Array) -> jax.Array:
+        """[B, T, …] → [chunks, B, C, …]; padding fills the last."""
+        x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.swapaxes(x.reshape(B, -1, size, *x.shape[2:]), 0, 1)
+
+    # The backward pass keeps the states between chunks alone, and computes a chunk again.
+    states, outputs = jax.lax.scan(
+        jax.checkpoint(one, prevent_cse=False), states, jax.tree.map(in_chunks, (rows, arrays))
+    )
+    outputs_BT = jnp.swapaxes(outputs, 0, 1).reshape(B, -1, *outputs.shape[3:])[:, :T]
+    return outputs_BT, *states.values()
+
+
+def scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: AxedArray) -> tuple[jax.Array, States]:
+    """Carry states through T tokens; return the outputs [B, T, …] and the states after the last token.
+
+    Args:
+      states: those before the first token, by slot, [B, *shape].
+      rows: the T tokens.
+      inputs: arrays [B, T, …], each with its logical axes.
+    """
+    outputs_BT, *after = _scan(recurrence, states, rows, *inputs)
+    return outputs_BT, dict(zip(states, after, strict=True))
+
+
+def by_token(
+    step: Callable[..., tuple[States, jax.Array]], first: Mapping[str, AxedArray], axes: Axes, size: int = 64
+) -> Recurrence:
+    """Return the recurrence that takes one token after the other.
+
+    Args:
+      step: takes the states before a token, [B, *shape], and inputs [B, …], and returns the states after it and the
+        outputs [B, …]. It closes over no array.
+      first, axes, size: as in `Recurrence`.
+    """
+
+    def chunk(states: States, rows: ChunkRows, *inputs: jax.Array) -> tuple[States, jax.Array]:
+        def one(states: States, token: tuple[Any, ...]) -> tuple[States, jax.Array]:
+            is_token_B, begins_B, *inputs_B = token
+            states = {name: where_rows(begins_B, first[name][0][None], x) for name, x in states.items()}
+            after, outputs_B = step(states, *inputs_B)
+            return {name: where_rows(is_token_B, after[name], x) for name, x in states.items()}, outputs_B
+
+        states, outputs_CB = jax.lax.scan(one, states, tuple(jnp.swapaxes(x, 0, 1) for x in (*rows, *inputs)))
+        return states, jnp.swapaxes(outputs_CB, 0, 1)
+
+    return Recurrence(chunk, first, axes, size)
+
+
+def last_tokens(count: int, shape: tuple[int, ...], axes: Axes, slot: str, dtype: jnp.dtype) -> Recurrence:
+    """Return the recurrence whose outputs are each token's array with those of the `count` tokens before it in its
+    document, [B, T, count + 1, *shape], the oldest first, as a short convolution reads them.
+
+    Its state [count, *shape] is the last tokens' arrays. Where a document has fewer it is zero.
+
+    Args:
+      shape: of a token's array, with the logical axes `axes`.
+      slot: the name of its state.
+    """
+
+    def chunk(states: States, rows: ChunkRows, x: jax.Array) -> tuple[States, jax.Array]:
+        C, document_BC = x.shape[1], rows.document_BC
+        whole = jnp.concatenate([states[slot].astype(x.dtype), x], axis=1)  # [B, count + C, …]
+        document = jnp.concatenate([jnp.zeros((len(x), count), jnp.int32), document_BC], axis=1)
+
+        def among(array: jax.Array, of: jax.Array, last: jax.Array) -> jax.Array:
+            return jnp.where((of == last).reshape(*of.shape, *[1] * len(shape)), array, jnp.zeros((), x.dtype))
+
+        taken = [among(whole[:, i : i + C], document[:, i : i + C], document_BC) for i in range(count + 1)]
+        index_BK = rows.length_B[:, None] + jnp.arange(count)[None]
+        tail, of_tail = (
+            jnp.take_along_axis(array, index_BK.reshape(*index_BK.shape, *[1] * (array.ndim - 2)), axis=1)
+            for array in (whole, document)
+        )
+        return {slot: among(tail, of_tail, of_tail[:, -1:])}, jnp.stack(taken, axis=2)
+
+    first = {slot: (jnp.zeros((count, *shape), dtype), (None, *axes))}
+    return Recurrence(chunk, first, ("batch", "sequence", None, *axes))
+
+
+def where_rows(is_so_B: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
+    """Choose between arrays [B, …] for each row, in the dtype of the second."""
+    return jnp.where(is_so_B.reshape(-1, *[1] * (no.ndim - 1)), yes.astype(no.dtype), no)

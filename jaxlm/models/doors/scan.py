@@ -37,8 +37,8 @@ class ChunkRows(NamedTuple):
 
 
 # Takes the states before a chunk, [B, *shape], its rows, and arrays [B, C, …], and returns the states after its last
-# token and the outputs [B, C, …]. A document that begins in the chunk reads none of the states before it. Padding changes
-# no state; its outputs are anything. The function closes over no array, so that its cost and gradients are known.
+# token and the outputs [B, C, …]. A document that begins in the chunk reads none of the states before it. Padding
+# changes no state; its outputs are anything. The function closes over no array, so that gradients and costs are known.
 Chunk = Callable[..., tuple[States, jax.Array]]
 
 

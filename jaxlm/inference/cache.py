@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 
 from jaxlm.models.cache import CacheEntry, LayerCache, Slot
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.doors.door import AxedArray
-from jaxlm.models.doors.scan import ChunkRows, Recurrence, scan
+from jaxlm.models.doors.scan import ChunkRows, Recurrence, TokenArray, scan
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.models.tree import abstract
@@ -166,7 +165,7 @@ class DenseLayer:
                     key_range = KeyRange(*(jnp.maximum(at_BT - first_B[:, None], 0) for at_BT in rows.key_range))
         return dataclasses.replace(self, stored=stored, shown=CacheView(arrays, key_range))
 
-    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, "DenseLayer"]:
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: TokenArray) -> tuple[jax.Array, "DenseLayer"]:
         """Carry the states of each sequence through T new tokens."""
         before = {name: self.stored[name].read(self.index) for name in recurrence.first}
         outputs_BT, states = scan(recurrence, before, ChunkRows(rows.is_token_BT, rows.begins_BT), *inputs)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.models.cache import CacheEntry, LayerCache, Slot
-from jaxlm.models.doors.door import AxedArray
-from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, scan, where_rows
+from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray, scan, where_rows
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.models.views import PagedSection, PagedView
@@ -228,7 +227,7 @@ class PagedLayer:
         page_Q = jnp.take_along_axis(section.table, index_Q1, axis=1)[:, 0]
         return jnp.where(first_Q < back, 0, page_Q), first_Q
 
-    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, "PagedLayer"]:
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: TokenArray) -> tuple[jax.Array, "PagedLayer"]:
         """Carry the states of the rows' sequences through inputs [R, 1, …].
 
         Sequences of one row are carried together, and runs of several one after the other, since the next may go on

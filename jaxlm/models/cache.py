@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.doors.door import AxedArray
-from jaxlm.models.doors.scan import ChunkRows, Recurrence, scan
+from jaxlm.models.doors.scan import ChunkRows, Recurrence, TokenArray, scan
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.models.views import CacheView, PagedView
@@ -54,7 +53,7 @@ class LayerCache(Protocol):
         """
         ...
 
-    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, Self]:
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: TokenArray) -> tuple[jax.Array, Self]:
         """Carry the states of each sequence through its next T tokens, as `jaxlm.models.doors.scan` does.
 
         Documents begin anew. What a layer computes of each token alone is better done for all of them before and after.
@@ -112,7 +111,7 @@ class OwnTokens(NamedTuple):
         """Hold the new arrays."""
         return self._replace(arrays={**self.arrays, **new}, key_range=rows.key_range)
 
-    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: AxedArray) -> tuple[jax.Array, Self]:
+    def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: TokenArray) -> tuple[jax.Array, Self]:
         """Carry states from the first token of the rows to the last, and forget them."""
         tokens = ChunkRows(rows.is_token_BT, rows.begins_BT)
         outputs_BT, _ = scan(recurrence, recurrence.initial_states(len(rows.is_token_BT)), tokens, *inputs)

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.doors.door import AxedArray, Signature, door
+from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
 
 States = dict[str, jax.Array]  # by slot, [B, *shape]
+TokenArray = tuple[jax.Array, Axes]  # [B, T, …] with its logical axes
 
 
 class ChunkRows(NamedTuple):
@@ -53,7 +54,7 @@ class Recurrence(NamedTuple):
     """
 
     chunk: Chunk
-    first: Mapping[str, AxedArray]
+    first: Mapping[str, tuple[jax.Array, Axes]]
     axes: Axes
     size: int | None = None
 
@@ -62,7 +63,7 @@ class Recurrence(NamedTuple):
         return {name: jnp.broadcast_to(x[None], (sequences, *x.shape)) for name, (x, _) in self.first.items()}
 
 
-def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: AxedArray) -> Signature:
+def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> Signature:
     axes = {name: ("batch", *of_state) for name, (_, of_state) in recurrence.first.items()}
     per_token = [(x, recurrence.axes[:2]) for x in rows]
     _, output = jax.eval_shape(recurrence.chunk, states, rows, *(x for x, _ in inputs))
@@ -72,7 +73,7 @@ def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs:
 
 
 @door(_signature, name="scan")
-def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: AxedArray) -> tuple[jax.Array, ...]:
+def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> tuple[jax.Array, ...]:
     """Return the outputs [B, T, …] and the states after the last token, in their order."""
     (B, T), arrays = rows.is_token_BC.shape, tuple(x for x, _ in inputs)
     size = recurrence.size or T
@@ -98,7 +99,7 @@ def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: Axed
     return outputs_BT, *states.values()
 
 
-def scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: AxedArray) -> tuple[jax.Array, States]:
+def scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> tuple[jax.Array, States]:
     """Carry states through T tokens; return the outputs [B, T, …] and the states after the last token.
 
     Args:
@@ -111,7 +112,10 @@ def scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: AxedA
 
 
 def by_token(
-    step: Callable[..., tuple[States, jax.Array]], first: Mapping[str, AxedArray], axes: Axes, size: int = 64
+    step: Callable[..., tuple[States, jax.Array]],
+    first: Mapping[str, tuple[jax.Array, Axes]],
+    axes: Axes,
+    size: int = 64,
 ) -> Recurrence:
     """Return the recurrence that takes one token after the other.
 

@@ -24,7 +24,7 @@ class LayerIndex(NamedTuple):
 
 
 class RowContext(NamedTuple):
-    """The inputs of a layer besides the stream, for the rows of a batch; they travel with them.
+    """The inputs of a layer besides the residual, for the rows of a batch; they travel with them.
 
     `positions_BT`: of each token in its document. `key_range`: the keys that it attends to. `rope`: the rotary angles
     of its position, or None. `dropout`: that of this layer.

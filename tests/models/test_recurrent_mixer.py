@@ -155,6 +155,21 @@ def test_a_recurrence_is_the_same_in_chunks_of_any_size(begins_at):
         np.testing.assert_allclose(after["matrix"], state["matrix"], rtol=0, atol=2e-5)
 
 
+def test_the_backward_pass_keeps_the_states_between_chunks_alone():
+    """Not one for each token: of 512 tokens in chunks of 32 it keeps 16, and what one chunk works with."""
+    T, N, H, size = 512, 4, 32, 32
+    inputs = [jnp.zeros((1, T, N, H))] * 3 + [jnp.zeros((1, T, N))]
+    rows = ChunkRows(jnp.ones((1, T), bool), jnp.zeros((1, T), bool))
+
+    def total(*inputs):
+        one = recurrence(N, H, size)
+        return jnp.sum(scan(one, one.initial_states(1), rows, *((x, HEADS[: x.ndim]) for x in inputs))[0] ** 2)
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3))).lower(*inputs).compile()
+    state, arrays = 4 * N * H * H, sum(x.nbytes for x in inputs)
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * arrays + 2 * T // size * state < T * state / 2
+
+
 @pytest.mark.parametrize("size", [None, 4, 12])
 def test_padding_leaves_states_as_they_are(size):
     begins = jnp.zeros((B, T), bool)

@@ -37,6 +37,12 @@ def drawn(
     return [found[id] for id in ids]
 
 
+def check_pages(engine: Engine) -> None:
+    """Raise AssertionError unless the pages of each shard are as they should be."""
+    for pages in engine.pages:
+        pages.check()
+
+
 class WrittenEngine:
     """An engine whose tokens are written for it.
 

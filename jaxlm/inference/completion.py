@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.continuation import ContinuationText
 from jaxlm.inference.engine import Engine, EngineEvent
+from jaxlm.inference.generation import EndReason
 from jaxlm.inference.requests import Request
-from jaxlm.inference.scheduler import EndReason
 
 
 class Piece(NamedTuple):

@@ -9,12 +9,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
+from jaxlm.inference.generation import EndReason
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts
 from jaxlm.inference.runner import PendingStep, Runner, Scores
 from jaxlm.inference.sampling import NO_TOKEN, NotFinite
-from jaxlm.inference.scheduler import EndReason, NeverFits, Scheduler
+from jaxlm.inference.scheduler import NeverFits, Scheduler
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE
 from jaxlm.inference.told import Told, message_of
@@ -83,10 +84,10 @@ class Engine:
         self.runner = Runner(
             programs, parameters, known=known, context=settings.context, cache_bytes=settings.cache_bytes
         )
-        self.pages = Pages(self.runner.page_groups, settings.page)
+        self.pages = [Pages(self.runner.page_groups, settings.page) for _ in range(programs.shards)]
         self._scheduler = Scheduler(
             self.pages,
-            slots=settings.slots,
+            slots=programs.slots,
             chunk_tokens=self.runner.chunk_tokens,
             tile=TILE,
             max_queued=settings.max_queued,
@@ -118,6 +119,16 @@ class Engine:
     def running(self) -> int:
         """The requests that are under way."""
         return self._scheduler.admitted
+
+    @property
+    def pages_held(self) -> int:
+        """The pages of all groups and shards that requests hold."""
+        return sum(sum(pages.held) for pages in self.pages)
+
+    @property
+    def pages_cached(self) -> int:
+        """The pages of all groups and shards that nobody holds and that may be found again."""
+        return sum(sum(pages.cached) for pages in self.pages)
 
     @property
     def preemptions(self) -> int:

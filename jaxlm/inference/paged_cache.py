@@ -88,7 +88,7 @@ class PageLayout(NamedTuple):
         )
 
     def allocate(self, counts: Sequence[int], dtype: jnp.dtype) -> Arrays:
-        """Return pages of zeros, `counts` of each group, in slots' own dtypes or this one."""
+        """Return pages of zeros, `counts` of each group on all shards, in slots' own dtypes or this one."""
 
         def zeros(entry: PagedEntry, slot: Slot) -> jax.Array:
             group = entry.group(slot)
@@ -98,11 +98,12 @@ class PageLayout(NamedTuple):
         return {each.name: {name: zeros(each, slot) for name, slot in each.slots} for each in self.entries}
 
     def shardings(self, counts: Sequence[int], mesh: Mesh, rules: Rules) -> dict[str, dict[str, NamedSharding]]:
-        """Return the shardings of the pages: heads lie as attention computes them."""
+        """Return the shardings of the pages: each shard of a batch has its own, whose heads lie as attention computes
+        them."""
         shapes = jax.eval_shape(lambda: self.allocate(counts, jnp.dtype("float32")))
 
         def sharding(entry: PagedEntry, name: str, slot: Slot) -> NamedSharding:
-            axes = None, *_with_tokens(slot, slot.axes, None)
+            axes = "batch", *_with_tokens(slot, slot.axes, None)
             return named_sharding(axes, shapes[entry.name][name].shape, mesh, rules)
 
         return {each.name: {name: sharding(each, name, slot) for name, slot in each.slots} for each in self.entries}

@@ -138,26 +138,18 @@ class Pages:
         """Return whether a sequence of so many tokens can ever run, alone."""
         return tokens <= self.capacity
 
+    def cached_tokens(self, tokens: Sequence[int], salt: bytes = b"") -> int:
+        """Return the tokens of the prefix that `match` would find."""
+        return self._cached(tokens, salt)[1] * self.size
+
     def match(self, tokens: Sequence[int], salt: bytes = b"") -> Holding:
         """Hold the pages of the longest prefix that every group has, as far as the token after it reads them.
 
         The prefix is of whole pages and leaves one token at least, to draw the next from. Only what was published under
         the same salt is found.
         """
-        parent, digest = None, _root(salt)
-        run = [0] * len(self._groups)  # pages without a gap, up to this one
-        length, last, path = 0, None, []
-        for end in range(self.size, len(tokens), self.size):
-            content = tuple(tokens[end - self.size : end])
-            digest = _digest(digest, content)
-            prefix = self._prefixes.get(digest)
-            if prefix is None or not prefix.is_of(parent, salt, content):
-                break
-            path.append(prefix)
-            run = [run[at] + 1 if page else 0 for at, page in enumerate(prefix.pages)]
-            if all(n >= len(path) - self._groups[at].first_read(end, self.size) for at, n in enumerate(run)):
-                length, last = len(path), prefix
-            parent = prefix
+        path, length = self._cached(tokens, salt)
+        last = path[length - 1] if length else None
         tables = []
         for at, group in enumerate(self._groups):
             first = min(group.first_read(length * self.size, self.size), length)
@@ -169,6 +161,24 @@ class Pages:
         holding = Holding(tables, salt, last, length, self.size)
         self._holdings.add(holding)
         return holding
+
+    def _cached(self, tokens: Sequence[int], salt: bytes) -> tuple[list[_Prefix], int]:
+        """Return the prefixes of a sequence that are known, page by page, and how many of them `match` may hold."""
+        parent, digest = None, _root(salt)
+        run = [0] * len(self._groups)  # pages without a gap, up to this one
+        length, path = 0, []
+        for end in range(self.size, len(tokens), self.size):
+            content = tuple(tokens[end - self.size : end])
+            digest = _digest(digest, content)
+            prefix = self._prefixes.get(digest)
+            if prefix is None or not prefix.is_of(parent, salt, content):
+                break
+            path.append(prefix)
+            run = [run[at] + 1 if page else 0 for at, page in enumerate(prefix.pages)]
+            if all(n >= len(path) - self._groups[at].first_read(end, self.size) for at, n in enumerate(run)):
+                length = len(path)
+            parent = prefix
+        return path, length
 
     def room(self, holding: Holding) -> int:
         """Return the most tokens in all that `extend` would give room now."""

@@ -1,4 +1,10 @@
-"""The engine's programs: their numbers of rows and their operands, for a mesh of devices that need not be present."""
+"""The engine's programs: their numbers of rows and their operands, for a mesh of devices that need not be present.
+
+Sequences, with their rows, pages and slots, are sharded over the mesh axes of a batch, and weights over the others:
+each shard computes by itself. Sizes (slots, rows, pages) are those of one shard. Arrays have the shards one after the
+other in their first dimension, and what points into them (page ids, slots, row indices) counts from the beginning of
+its shard.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
@@ -24,6 +30,8 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree, placed
+from jaxlm.parallel.collectives import on_each_shard
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding, replicated, using_rules
 from jaxlm.parallel.rules import ENGINE
 
@@ -41,8 +49,8 @@ class EnginePrograms:
     Attributes:
       dtype: to compute in.
       page: tokens of a page.
-      slots: the most sequences that decode.
-      chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
+      slots: the most sequences that decode on a shard.
+      chunk_tokens: the most rows of prompts in a step on a shard, rounded up to whole tiles.
       exact: compute each row in one way on a CPU.
       kernels: `execution.kernels`.
 
@@ -62,8 +70,9 @@ class EnginePrograms:
     def of(
         cls, model: ModelConfig, mesh: Mesh, dtype: jnp.dtype, settings: EngineSettings, kernels: Kernels = "auto"
     ) -> "EnginePrograms":
-        """Return the programs of an engine of these sizes."""
-        return cls(model, mesh, dtype, settings.page, settings.slots, settings.chunk_tokens, settings.exact, kernels)
+        """Return the programs of an engine of these sizes, whose slots are divided over the shards."""
+        slots = -(-settings.slots // _shards(mesh))
+        return cls(model, mesh, dtype, settings.page, slots, settings.chunk_tokens, settings.exact, kernels)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
@@ -74,8 +83,18 @@ class EnginePrograms:
         return self.mesh.devices.flat[0].platform == "cpu"
 
     @property
+    def shards(self) -> int:
+        """The shards of sequences, each on devices of its own."""
+        return _shards(self.mesh)
+
+    @property
+    def by_shards(self) -> NamedSharding:
+        """The sharding of arrays that have the shards in their first dimension."""
+        return NamedSharding(self.mesh, PartitionSpec(ENGINE.over("batch")))
+
+    @property
     def shapes(self) -> StepShapes:
-        """The shapes that there are programs for."""
+        """The shapes, on each shard, that there are programs for."""
         # One row goes to another kernel than several, before which a matrix of bfloat16 is widened.
         fewest = 1 if self.is_on_cpu and not self.exact and self.dtype == jnp.float32 else 2
         return StepShapes(self.slots, self.chunk_tokens, fewest)
@@ -104,16 +123,16 @@ class EnginePrograms:
 
     def page_shardings(self, cache: CacheSize) -> dict[str, dict[str, NamedSharding]]:
         """Return the shardings of the pages of a cache."""
-        return self.layout.shardings(cache.counts, self.mesh, ENGINE)
+        return self.layout.shardings(self._page_counts(cache), self.mesh, ENGINE)
 
     def pages(self, cache: CacheSize) -> Callable[[], Arrays]:
         """Return a program that makes the pages of a cache, of zeros."""
-        allocate = partial(self.layout.allocate, cache.counts, self.page_dtype)
+        allocate = partial(self.layout.allocate, self._page_counts(cache), self.page_dtype)
         return jax.jit(allocate, out_shardings=self.page_shardings(cache))
 
     def empty_state(self) -> SlotState:
-        """Return the state of `slots` slots, and of one that nobody has, on the host."""
-        slots = self.slots + 1
+        """Return the state of each shard's `slots` slots, and of one that nobody has, on the host."""
+        slots = self.shards * (self.slots + 1)
         counts_SV = np.zeros((slots, self.model.vocab_size), np.int32)
         return SlotState(np.zeros(slots, np.int32), counts_SV, row_sampling([GREEDY] * slots, 0))
 
@@ -121,7 +140,7 @@ class EnginePrograms:
         """Return the arrays of a step whose rows are all padding."""
         sections = (shape.decode, shape.tiles) if shape.tiles else (shape.decode,)
         pages = -(-cache.context // self.layout.size)
-        return Batch(
+        shard = Batch(
             token_R=np.zeros(shape.rows, np.int32),
             position_R=np.full(shape.rows, -1, np.int32),
             length_R=np.zeros(shape.rows, np.int32),
@@ -130,25 +149,40 @@ class EnginePrograms:
             tables=tuple(tuple(np.zeros((n, pages), np.int32) for n in sections) for _ in self.layout.groups),
             target_R=np.full(shape.tiles * TILE, -1, np.int32),
         )
+        return jax.tree.map(lambda x: np.concatenate([x] * self.shards), shard)
 
     def step(self, shape: StepShape, cache: CacheSize) -> jax.stages.Lowered:
-        """Return the step of a shape, which gives up the pages."""
+        """Return the step of a shape on each shard, which gives up the pages.
 
-        def step(parameters: Tree, *operands: Any) -> tuple[Arrays, StepResults]:
-            return ragged_step(self.weights.module(parameters), self.layout, shape, *operands)
+        Shards exchange nothing, but the scores, which all devices get.
+        """
 
-        results = StepResults(self._logits_sharding(shape.decode), *[self._whole] * 4)
+        # XLA's program calls its arguments by these names.
+        def step(
+            parameters: Tree, pages: Arrays, last_S: jax.Array, batch: Batch, known_V: jax.Array
+        ) -> tuple[Arrays, StepResults]:
+            module = self.weights.module(parameters)
+            return ragged_step(module, self.layout, shape, pages, last_S, batch, known_V)
+
+        on_shards = on_each_shard(step, "batch", (False, True, True, True, False))
+        results = StepResults(self._logits(shape.decode).sharding, self.by_shards, *[self._whole] * 3)
         pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
-        operands = self.abstract_parameters(), pages, self._state.last_S, self.empty_batch(shape, cache), self._known
-        return self._lowered(step, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
+        batch = self._on_all(self.empty_batch(shape, cache))
+        operands = self.abstract_parameters(), pages, self._state.last_S, batch, self._known
+        return self._lowered(on_shards, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
 
     def draw(self, draws: int) -> jax.stages.Lowered:
-        """Return the draw of so many tokens, which gives up the state."""
-        vocabulary, sharding = self.model.vocab_size, self._logits_sharding(draws)
-        logits = jax.ShapeDtypeStruct((draws, vocabulary), jnp.float32, sharding=sharding)
-        ids = np.zeros(draws, np.int32)
-        operands = self._state, logits, ids, ids, self._known
-        return self._lowered(draw, operands, out_shardings=self._whole, donate_argnums=0)
+        """Return the draw of so many tokens on each shard, which gives up the state. All devices get the tokens."""
+        drawing = on_each_shard(draw, "batch", (True, True, True, True, False))
+        ids = self._on_all(jax.ShapeDtypeStruct((self.shards * draws,), jnp.int32))
+        operands = self._state, self._logits(draws), ids, ids, self._known
+        return self._lowered(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
+
+    def gather(self, draws: int) -> jax.stages.Lowered:
+        """Return the program by which all devices get `StepResults.hidden_QD` of so many draws on each shard."""
+        shape = self.shards * draws, self.model.d_model
+        hidden = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.by_shards)
+        return self._lowered(lambda hidden_QD: hidden_QD, (hidden,), out_shardings=self._whole)
 
     def abstract_parameters(self) -> Tree:
         """Return the shapes and shardings of the parameters as they are kept."""
@@ -160,23 +194,37 @@ class EnginePrograms:
 
     @cached_property
     def _state(self) -> SlotState:
-        return self._on_all(jax.eval_shape(self.empty_state))
+        return _with(self.by_shards, jax.eval_shape(self.empty_state))
 
     @cached_property
     def _known(self) -> jax.ShapeDtypeStruct:
         return self._on_all(jax.ShapeDtypeStruct((self.model.vocab_size,), jnp.bool))
 
     def _on_all(self, shapes: Any) -> Any:
-        return placed(shapes, jax.tree.map(lambda _: self._whole, shapes))
+        return _with(self._whole, shapes)
 
-    def _logits_sharding(self, draws: int) -> NamedSharding:
-        return named_sharding(("batch", "act_vocab"), (draws, self.model.vocab_size), self.mesh, ENGINE)
+    def _logits(self, draws: int) -> jax.ShapeDtypeStruct:
+        shape = self.shards * draws, self.model.vocab_size
+        sharding = named_sharding(("batch", "act_vocab"), shape, self.mesh, ENGINE)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def _page_counts(self, cache: CacheSize) -> list[int]:
+        """Return the pages of each group on all shards."""
+        return [self.shards * count for count in cache.counts]
 
     def _lowered(self, function: Callable, operands: tuple, **options: Any) -> jax.stages.Lowered:
         ruled = using_rules(ENGINE)(using_kernels(self.kernels)(function))
         exact = _EXACT_ON_CPU if self.is_on_cpu and self.exact else None
         with jax.set_mesh(self.mesh):
             return jax.jit(ruled, compiler_options=exact, **options).lower(*operands)
+
+
+def _shards(mesh: Mesh) -> int:
+    return Layout(mesh.shape).over(ENGINE.over("batch"))
+
+
+def _with(sharding: NamedSharding, shapes: Any) -> Any:
+    return placed(shapes, jax.tree.map(lambda _: sharding, shapes))
 
 
 @lru_cache(maxsize=_KEPT)
@@ -189,3 +237,9 @@ def compiled_step(programs: EnginePrograms, cache: CacheSize, shape: StepShape) 
 def compiled_draw(programs: EnginePrograms, draws: int) -> jax.stages.Compiled:
     """Return the compiled draw of so many tokens."""
     return programs.draw(draws).compile()
+
+
+@lru_cache(maxsize=_KEPT)
+def compiled_gather(programs: EnginePrograms, draws: int) -> jax.stages.Compiled:
+    """Return the compiled gathering of the stream before so many draws."""
+    return programs.gather(draws).compile()

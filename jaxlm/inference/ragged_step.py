@@ -1,4 +1,5 @@
-"""One step of the engine: a row of each sequence that decodes and rows of prompts; then the draw of the next tokens."""
+"""One step of the engine on a shard: a row of each sequence that decodes and rows of prompts; then the draw of the next
+tokens."""
 
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
 from jaxlm.inference.sampling import Drawn, RowSampling, count_drawn, sample
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.transformer import Transformer
+from jaxlm.parallel.collectives import on_any_shard
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
@@ -31,6 +33,10 @@ class Batch(NamedTuple):
     slot_Q: np.ndarray
     tables: tuple[tuple[np.ndarray, ...], ...]
     target_R: np.ndarray
+
+    def shard(self, index: int, shards: int) -> "Batch":
+        """Return the rows of one of several shards, which lie one after the other, as views."""
+        return jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:])[index], self)
 
 
 class SlotState(NamedTuple):
@@ -129,7 +135,7 @@ def _scores(
             least_T1, _ = cross_entropy(logits_T1V, likeliest_T1)
             return -losses_T1[:, 0], likeliest_T1[:, 0], -least_T1[:, 0]
 
-        return jax.lax.cond(jnp.any(target_T1 >= 0), asked, lambda: nothing)
+        return jax.lax.cond(on_any_shard(jnp.any(target_T1 >= 0)), asked, lambda: nothing)
 
     tiles = shape.tiles, shape.tile, 1
     found = jax.lax.map(of_tile, (hidden_R1D.reshape(*tiles, -1), target_R.reshape(tiles)))

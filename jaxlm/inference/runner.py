@@ -12,25 +12,30 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxlm.inference.cache_memory import cache_size
+from jaxlm.inference.generation import Chunk
 from jaxlm.inference.pages import PageGroup
-from jaxlm.inference.programs import GREEDY, EnginePrograms, compiled_draw, compiled_step
+from jaxlm.inference.programs import GREEDY, EnginePrograms, compiled_draw, compiled_gather, compiled_step
 from jaxlm.inference.ragged_step import Batch, StepResults
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
-from jaxlm.inference.scheduler import Chunk, StepPlan
+from jaxlm.inference.scheduler import ShardPlan, StepPlan
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting
 from jaxlm.models.tree import Tree
-from jaxlm.parallel.partition import replicated
+from jaxlm.parallel.collectives import on_each_shard
+from jaxlm.parallel.partition import replicated, using_rules
 from jaxlm.parallel.rules import ENGINE
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was dispatched and not read."""
+    """A step that was dispatched and not read. `hidden_QD`: as `StepResults` has it, on all devices, where a request
+    asks for it."""
 
     plan: StepPlan
+    shape: StepShape
     results: StepResults
     drawn: Drawn
+    hidden_QD: jax.Array | None
 
 
 class TokenDrawn(NamedTuple):
@@ -102,24 +107,25 @@ class Runner:
         )
         with jax.set_mesh(mesh):
             self._pages = programs.pages(self.cache)()
-        whole = replicated(mesh)
-        self._state = jax.device_put(programs.empty_state(), whole)
-        self._how: dict[int, tuple[Sampling, int, int]] = {}  # how each slot draws
-        self._known = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, whole)
+        self._state = jax.device_put(programs.empty_state(), programs.by_shards)
+        self._how: dict[tuple[int, int], tuple[Sampling, int, int]] = {}  # how each slot of a shard draws
+        known = np.ones(model.vocab_size, bool) if known is None else known
+        self._known = jax.device_put(known, replicated(mesh))
         self._shapes = programs.shapes.all(), programs.shapes.all(scores=True)
-        self._put = _put(whole)
+        self._put = _put(programs.by_shards)
         # Found by their shape alone in each step: to compare models takes time.
         self._step = cache(partial(compiled_step, programs, self.cache))
         self._draw = cache(partial(compiled_draw, programs))
+        self._gather = cache(partial(compiled_gather, programs))
 
     @property
     def chunk_tokens(self) -> int:
-        """The most rows of prompts in a step."""
+        """The most rows of prompts in a step on a shard."""
         return self.programs.shapes.tiles[-1] * TILE
 
     @property
     def page_groups(self) -> list[PageGroup]:
-        """The groups of pages that an allocator hands out."""
+        """The groups of pages that the allocator of each shard hands out."""
         return [
             PageGroup(count, window)
             for count, window in zip(self.cache.counts, self.programs.layout.groups, strict=True)
@@ -129,70 +135,92 @@ class Runner:
         """Compile all programs, several at a time, so that no request waits for one."""
         with ThreadPoolExecutor() as pool:
             made = [*map(partial(pool.submit, self._step), self._shapes[scores])]
-            made += [*map(partial(pool.submit, self._draw), self.programs.shapes.decode)]
+            for program in (self._draw, self._gather) if self.programs.shards > 1 else (self._draw,):
+                made += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
             for each in made:
                 each.result()
-        self._set_slot(self._slots, GREEDY, 0, 0)
-        self._count(self._slots, [], 0)
+        self._set_slot((0, self._slots), GREEDY, 0, 0)
+        self._count((0, self._slots), [], 0)
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once."""
-        for chunk, slot in zip(plan.chunks, plan.slots[len(plan.decode) :], strict=True):
-            if chunk.draws:
-                generation, request = chunk.generation, chunk.generation.request
-                self._set_slot(slot, request.sampling, generation.seed, request.stream)
-                if request.sampling.counts_tokens:
-                    self._count(slot, generation.tokens, generation.prompt)
+        for index, shard in enumerate(plan.shards):
+            for chunk, slot in zip(shard.chunks, shard.slots[len(shard.decode) :], strict=True):
+                if chunk.draws:
+                    generation, request = chunk.generation, chunk.generation.request
+                    self._set_slot((index, slot), request.sampling, generation.seed, request.stream)
+                    if request.sampling.counts_tokens:
+                        self._count((index, slot), generation.tokens, generation.prompt)
         shape = self._shape(plan)
-        return PendingStep(plan, *self._run(shape, self._batch(plan, shape)))
+        results, drawn = self._run(shape, self._batch(plan, shape))
+        hidden_QD = None
+        if any(generation.request.hidden for generation in plan.draws):
+            is_whole = self.programs.shards == 1
+            hidden_QD = results.hidden_QD if is_whole else self._gather(shape.decode)(results.hidden_QD)
+        return PendingStep(plan, shape, results, drawn, hidden_QD)
 
     def _run(self, shape: StepShape, batch: Batch) -> tuple[StepResults, Drawn]:
         self._pages, results = self._step(shape)(self._parameters, self._pages, self._state.last_S, batch, self._known)
-        position_Q = batch.position_R[batch.row_Q] + 1
+        rows = [each.reshape(self.programs.shards, -1) for each in (batch.position_R, batch.row_Q)]
+        position_Q = np.take_along_axis(*rows, axis=1).ravel() + 1
         self._state, drawn = self._draw(shape.decode)(
             self._state, results.logits_QV, batch.slot_Q, position_Q, self._known
         )
         return results, drawn
 
-    def _set_slot(self, slot: int, sampling: Sampling, seed: int, stream: int) -> None:
-        """Set how a slot draws, if that is another way than it did last."""
+    def _set_slot(self, slot: tuple[int, int], sampling: Sampling, seed: int, stream: int) -> None:
+        """Set how a slot of a shard draws, if that is another way than it did last."""
         how = (sampling, seed, stream) if sampling.temperature else (sampling, 0, 0)
         if self._how.get(slot) == how:
             return
         self._how[slot] = how
         one = jax.tree.map(lambda x: x[0], row_sampling([sampling], seed, [stream]))
-        self._state = self._state._replace(how=self._put(self._state.how, np.int32(slot), one))
+        self._state = self._state._replace(how=self._put_at(slot, self._state.how, one))
 
-    def _count(self, slot: int, tokens: Sequence[int], prompt: int) -> None:
+    def _count(self, slot: tuple[int, int], tokens: Sequence[int], prompt: int) -> None:
         """Set the counts of a slot to those of a prompt and what was drawn after it."""
         counts_V = token_counts(tokens[:prompt], tokens[prompt:], self._state.counts_SV.shape[1])
-        self._state = self._state._replace(counts_SV=self._put(self._state.counts_SV, np.int32(slot), counts_V))
+        self._state = self._state._replace(counts_SV=self._put_at(slot, self._state.counts_SV, counts_V))
+
+    def _put_at(self, slot: tuple[int, int], all: Any, one: Any) -> Any:
+        slot_N = np.full(self.programs.shards, self._slots + 1, np.int32)  # there is none of this index
+        slot_N[slot[0]] = slot[1]
+        with jax.set_mesh(self.programs.mesh):
+            return self._put(all, slot_N, one)
 
     def read(self, step: PendingStep) -> Reading:
         """Wait for a step and return its results."""
-        plan, results = step.plan, step.results
-        drawn, *scored = jax.device_get((step.drawn, *results[2:]))
-        tokens = {generation.id: _token_drawn(drawn, at) for at, generation in enumerate(plan.draws)}
-        hidden, scores, first = {}, {}, 0
-        if any(generation.request.hidden for generation in plan.draws):
-            hidden = dict(zip(tokens, np.asarray(results.hidden_QD), strict=False))
-        for chunk in plan.chunks:
-            if chunk.is_scored:
-                rows = _scored_rows(chunk)
-                at = slice(first + rows.start - chunk.start, first + rows.stop - chunk.start)
-                scores[chunk.generation.id] = Scores(rows.start, *(x[at] for x in scored))
-            first += _padded(chunk.stop - chunk.start)
+        drawn, hidden_QD, *scored = jax.device_get((step.drawn, step.hidden_QD, *step.results[2:]))
+        tokens, hidden, scores = {}, {}, {}
+        for index, shard in enumerate(step.plan.shards):
+            for draw, generation in enumerate(shard.draws, index * step.shape.decode):
+                tokens[generation.id] = _token_drawn(drawn, draw)
+                if hidden_QD is not None:
+                    hidden[generation.id] = hidden_QD[draw]
+            first = index * step.shape.tiles * TILE
+            for chunk in shard.chunks:
+                if chunk.is_scored:
+                    rows = _scored_rows(chunk)
+                    at = slice(first + rows.start - chunk.start, first + rows.stop - chunk.start)
+                    scores[chunk.generation.id] = Scores(rows.start, *(x[at] for x in scored))
+                first += _padded(chunk.stop - chunk.start)
         return Reading(tokens, hidden, scores)
 
     def _shape(self, plan: StepPlan) -> StepShape:
-        """Return the smallest shape that a plan fits into."""
+        """Return the smallest shape that each shard of a plan fits into."""
         scores = any(chunk.is_scored for chunk in plan.chunks)
-        rows = sum(_padded(chunk.stop - chunk.start) for chunk in plan.chunks)
-        return fitting(self._shapes[scores], len(plan.draws), rows, scores)
+        rows = max(sum(_padded(chunk.stop - chunk.start) for chunk in shard.chunks) for shard in plan.shards)
+        return fitting(self._shapes[scores], max(len(shard.draws) for shard in plan.shards), rows, scores)
 
     def _batch(self, plan: StepPlan, shape: StepShape) -> Batch:
         """Return the arrays of a step."""
         batch = self.programs.empty_batch(shape, self.cache)
+        for index, shard in enumerate(plan.shards):
+            self._write(batch.shard(index, len(plan.shards)), shard, shape)
+        return batch
+
+    def _write(self, batch: Batch, plan: ShardPlan, shape: StepShape) -> None:
+        """Write the rows of a shard into its arrays."""
         for run, (generation, position) in enumerate(zip(plan.decode, plan.positions, strict=True)):
             _write_run(batch, shape, run, [-1], position, plan.tables[run], generation.request.most_tokens)
             batch.slot_Q[run] = plan.slots[run]
@@ -212,41 +240,44 @@ class Runner:
             if chunk.draws:
                 batch.row_Q[draws], batch.slot_Q[draws] = last, plan.slots[i]
                 draws += 1
-        return batch
 
     def check(self) -> bool:
-        """Return whether a token's results are the same to the bit in every program, at another row each time, read as
-        part of a prompt or by itself. Pages of a runner that is idle are overwritten."""
+        """Return whether a token's results are the same to the bit in every program and on every shard, at another row
+        each time, read as part of a prompt or by itself. Pages of a runner that is idle are overwritten."""
         tokens = np.random.default_rng(0).integers(0, len(self._known), TILE + 3)
         table = range(1, -(-len(tokens) // self.programs.layout.size) + 1)
 
-        def read(shape: StepShape, first: int, run: int) -> bytes:
-            """Read the tokens from this one on, in runs from this one on; return the logits after the last."""
+        def read(shape: StepShape, first: int, begin: int) -> set[tuple[int, bytes]]:
+            """Read the tokens from this one on, in runs from this one on, on each shard; return the logits after the
+            last, from some of the vocabulary on: all those that lie on devices of this process."""
             batch = self.programs.empty_batch(shape, self.cache)
-            for start in range(first, len(tokens), TILE):
-                tables = [table] * len(self.programs.layout.groups)
-                batch.row_Q[-1] = _write_run(
-                    batch, shape, run, tokens[start : start + TILE], start, tables, len(tokens)
-                )
-                run += 1
+            tables = [table] * len(self.programs.layout.groups)
+            for index in range(self.programs.shards):
+                shard = batch.shard(index, self.programs.shards)
+                for run, start in enumerate(range(first, len(tokens), TILE), begin):
+                    chunk = tokens[start : start + TILE]
+                    shard.row_Q[-1] = _write_run(shard, shape, run, chunk, start, tables, len(tokens))
             results, _ = self._run(shape, batch)
-            # Those of the vocabulary that lie on devices of this process.
-            return b"".join(np.asarray(shard.data)[-1].tobytes() for shard in results.logits_QV.addressable_shards)
+            parts = results.logits_QV.addressable_shards
+            return {(part.index[1].start or 0, np.asarray(part.data)[-1].tobytes()) for part in parts}
 
         plain = self._shapes[False]
         runs = [(shape, 0, run) for shape in plain if shape.tiles >= 2 for run in {shape.decode, shape.runs - 2}]
         runs += [(shape, len(tokens) - 1, run) for shape in plain for run in {0, shape.decode - 1}]
-        return len({read(*each) for each in runs}) == 1
+        found = set().union(*(read(*each) for each in runs))
+        return len(found) == len({start for start, _ in found})
 
 
 @lru_cache
 def _put(sharding: NamedSharding) -> Callable[[Any, np.int32, Any], Any]:
-    """Return a program that changes the state of one slot in that of all."""
-    return jax.jit(
-        lambda all, slot, one: jax.tree.map(lambda all, one: all.at[slot].set(one), all, one),
-        donate_argnums=0,
-        out_shardings=sharding,
-    )
+    """Return a program that changes the state of one slot in that of all; a shard that has it not is given another
+    index."""
+
+    def put(all: Any, slot_1: jax.Array, one: Any) -> Any:
+        return jax.tree.map(lambda all, one: all.at[slot_1[0]].set(one, mode="drop"), all, one)
+
+    mapped = using_rules(ENGINE)(on_each_shard(put, "batch", (True, True, False)))
+    return jax.jit(mapped, donate_argnums=0, out_shardings=sharding)
 
 
 def _padded(rows: int) -> int:

@@ -7,7 +7,7 @@ sum or maximum of XLA's: `_total` adds part to part, largest logits come from ar
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.extend.random import threefry2x32_p
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, Sampling
+from jaxlm.parallel.collectives import on_any_shard
 from jaxlm.parallel.partition import constrain
 
 NO_TOKEN = -1  # drawn from logits that give no distribution
@@ -156,7 +157,7 @@ def sample(
         bits_R = _bits(how.seed, how.stream, position_R)
         return jnp.where(is_drawn_R, pick(filtered(changed_RV, how), bits_R), likeliest_R)
 
-    token_R = jax.lax.cond(jnp.any(is_drawn_R), draw, lambda: likeliest_R)
+    token_R = _if_any(is_drawn_R, draw, lambda: likeliest_R)
     token_R = jnp.where(jnp.isfinite(_at(changed_RV, likeliest_R)), token_R, NO_TOKEN)
     return Drawn(token_R, *_logprobs(logits_RV, token_R, how.logprobs, known_V))
 
@@ -180,8 +181,8 @@ def adjusted(
     changed_RV = logits_RV
     if counts_RV is not None:
         counts = (how.repetition != 1.0) | (how.presence != 0.0) | (how.frequency != 0.0)
-        changed_RV = jax.lax.cond(jnp.any(counts), penalised, lambda: logits_RV)
-    changed_RV = jax.lax.cond(jnp.any(how.bias != 0.0), biased, lambda: changed_RV)
+        changed_RV = _if_any(counts, penalised, lambda: logits_RV)
+    changed_RV = _if_any(how.bias != 0.0, biased, lambda: changed_RV)
     return changed_RV if known_V is None else jnp.where(known_V[None], changed_RV, -jnp.inf)
 
 
@@ -209,7 +210,7 @@ def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:
         return _largest(lambda at_R: jnp.sum(distance_RV >= at_R[:, None], axis=-1) > V - top_k_R, len(top_k_R))
 
     def likeliest() -> jax.Array:
-        found_R = jax.lax.cond(jnp.any((top_k_R > _FEW) & (top_k_R < V)), many_tokens, few_tokens)
+        found_R = _if_any((top_k_R > _FEW) & (top_k_R < V), many_tokens, few_tokens)
         return jnp.where(distance_RV <= jnp.where(top_k_R < V, found_R, jnp.inf)[:, None], mass_RV, 0.0)
 
     def nucleus() -> jax.Array:
@@ -222,10 +223,10 @@ def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:
         stays_RV = (likeliest_RV > least_R[:, None]) | (distance_RV == 0.0) | (tail_R == 0.0)[:, None]
         return jnp.where(stays_RV, likeliest_RV, 0.0)
 
-    likeliest_RV = jax.lax.cond(jnp.any(top_k_R < V), likeliest, lambda: mass_RV)
-    nucleus_RV = jax.lax.cond(jnp.any(tail_R > 0.0), nucleus, lambda: likeliest_RV)
-    return jax.lax.cond(
-        jnp.any(farthest_R < jnp.inf),
+    likeliest_RV = _if_any(top_k_R < V, likeliest, lambda: mass_RV)
+    nucleus_RV = _if_any(tail_R > 0.0, nucleus, lambda: likeliest_RV)
+    return _if_any(
+        farthest_R < jnp.inf,
         lambda: jnp.where(distance_RV <= farthest_R[:, None], nucleus_RV, 0.0),
         lambda: nucleus_RV,
     )
@@ -301,7 +302,12 @@ def _logprobs(
     def none() -> tuple[jax.Array, jax.Array, jax.Array]:
         return jnp.full(size[0], jnp.nan), jnp.full(size, NO_TOKEN), jnp.full(size, -jnp.inf)
 
-    return jax.lax.cond(jnp.any(asked_R >= 0), some, none)
+    return _if_any(asked_R >= 0, some, none)
+
+
+def _if_any(is_row_R: jax.Array, compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """Return what is computed where it is so of any row, and else the other."""
+    return jax.lax.cond(on_any_shard(jnp.any(is_row_R)), compute, otherwise)
 
 
 def _bits(seed_R: jax.Array, stream_R: jax.Array, position_R: jax.Array) -> jax.Array:

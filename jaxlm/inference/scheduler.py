@@ -1,20 +1,18 @@
 """Continuous batching: the choice of the tokens that each step of an inference engine reads. Imports no JAX."""
 
 import bisect
-import heapq
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.pages import Holding, Pages
+from jaxlm.inference.generation import Chunk, EndReason, Generation
+from jaxlm.inference.pages import Pages
 from jaxlm.inference.requests import Request
-
-# "stop": one of its `ends`, or `finish`; "length": its `max_tokens`; "error": it can never go on.
-EndReason = Literal["stop", "length", "cancelled", "error"]
+from jaxlm.inference.shard import Admission, Shard
 
 
 class Full(RuntimeError):
@@ -25,84 +23,9 @@ class NeverFits(InputError):
     """A request that could not run even alone."""
 
 
-@dataclass(eq=False)
-class Generation:
-    """A request that is being answered.
-
-    Attributes:
-      tokens: the prompt and what has been drawn and read back, without an id among `ends`.
-      prompt: tokens of the prompt, the boundary for penalties and usage.
-      ends: the ids that end it.
-      priority: smaller is sooner; then the smaller id.
-      seed: of its random numbers.
-      salt: prefixes are shared under one salt alone.
-      holding: its pages; None while it waits.
-      slot: the index of its state on the device; -1 while it waits.
-      computed: tokens whose keys are dispatched.
-      pending: draws that are dispatched and not read back.
-      cached: prompt tokens that were found when it first began.
-      preemptions: times that its pages went to another, to be computed again.
-      end: None while it lives.
-    """
-
-    id: int
-    request: Request
-    tokens: list[int]
-    prompt: int
-    ends: frozenset[int]
-    priority: int
-    seed: int
-    salt: bytes
-    holding: Holding | None = None
-    slot: int = -1
-    computed: int = 0
-    pending: int = 0
-    cached: int = 0
-    preemptions: int = 0
-    end: EndReason | None = None
-    is_reading: bool = field(default=True, repr=False)  # has yet to draw since it was admitted
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Its place among all: what comes before is served before."""
-        return self.priority, self.id
-
-    @property
-    def drawn(self) -> int:
-        """The tokens drawn and read back, without one that ended it."""
-        return len(self.tokens) - self.prompt
-
-    @property
-    def is_drawn(self) -> bool:
-        """True once the last token that it may draw is dispatched."""
-        return self.drawn + self.pending >= self.request.max_tokens
-
-    @property
-    def shareable(self) -> list[int]:
-        """The tokens that it need not read if others have: none whose log-probability after it is asked for."""
-        scored = self.request.scores_from
-        return self.tokens if scored is None else self.tokens[: scored + 1]
-
-
 @dataclass(frozen=True)
-class Chunk:
-    """Tokens [start, stop) of a generation, to be read; where these are all, it `draws` the next."""
-
-    generation: Generation
-    start: int
-    stop: int
-    draws: bool
-
-    @property
-    def is_scored(self) -> bool:
-        """True if log-probabilities of tokens after some of these are asked for."""
-        scored = self.generation.request.scores_from
-        return scored is not None and scored < self.stop and self.start < self.generation.prompt
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The rows of one step.
+class ShardPlan:
+    """The rows of one step on one shard.
 
     Attributes:
       decode: generations that read one token, the last that their slot has drawn, and draw the next.
@@ -124,6 +47,41 @@ class StepPlan:
         return [*self.decode, *(chunk.generation for chunk in self.chunks if chunk.draws)]
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of one step, by shard."""
+
+    shards: tuple[ShardPlan, ...]
+
+    @property
+    def draws(self) -> list[Generation]:
+        """The generations for which the step draws a token, shard by shard."""
+        return [generation for shard in self.shards for generation in shard.draws]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The chunks of all shards."""
+        return [chunk for shard in self.shards for chunk in shard.chunks]
+
+
+@dataclass
+class _Rows:
+    """The rows of one shard, as they are chosen; fields as those of `ShardPlan`."""
+
+    decode: list[Generation] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def generations(self) -> list[Generation]:
+        return [*self.decode, *(chunk.generation for chunk in self.chunks)]
+
+    def planned(self) -> ShardPlan:
+        tables = tuple(tuple(table[:] for table in generation.holding.tables) for generation in self.generations)
+        slots = tuple(generation.slot for generation in self.generations)
+        return ShardPlan(tuple(self.decode), tuple(self.positions), tuple(self.chunks), slots, tables)
+
+
 class Draw(NamedTuple):
     """A token that a generation has drawn, and its end if this is the last. An id among its `ends` is not kept."""
 
@@ -133,7 +91,7 @@ class Draw(NamedTuple):
 
 
 class Scheduler:
-    """A scheduler of generations over the rows of a step, the slots of the device's state, and pages.
+    """A scheduler of generations over the rows of a step, the slots of the device's state, and pages, of each shard.
 
     One thread calls it. A plan is dispatched before `plan`, `commit` or `finish` is called again; `submit` and `cancel`
     may come at any time. The draws of a step may be committed after the next step was planned: tokens are then
@@ -143,11 +101,17 @@ class Scheduler:
 
     All is decided in one order, that of `Generation.order`. Every step has a row for each generation that draws, then
     chunks of those that still read, then of new ones. Nothing is admitted past one that waits. A generation that lacks
-    pages takes them from the last in order, which begins again later; so the first always goes on, then the next.
+    pages takes them from the last in order on its shard, which begins again later; so the first always goes on, then
+    the next.
+
+    A generation begins on the shard where it has the least to wait for (`Shard.work`): one that has its prefix, or that
+    has little to do. Where it has no room there, it begins on the next that has; what is preempted may begin again
+    elsewhere.
 
     Args:
-      slots: the most generations that are under way.
-      chunk_tokens: the rows of a step that read prompts.
+      pages: of each shard, all alike.
+      slots: the most generations that are under way on a shard.
+      chunk_tokens: the rows of a step that read prompts on a shard.
       tile: the rows that no two chunks share.
       max_queued: the most requests that wait.
       max_queued_tokens: the most tokens of theirs; a single one may have more.
@@ -158,7 +122,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pages: Pages,
+        pages: Sequence[Pages],
         *,
         slots: int,
         chunk_tokens: int,
@@ -169,16 +133,14 @@ class Scheduler:
     ):
         if not 1 <= tile <= chunk_tokens or min(slots, max_queued, max_context) < 1:
             raise InputError("a scheduler has a slot, a place in the queue and a tile of chunk_tokens, at least")
-        self._pages = pages
+        self._shards = [Shard(index, each, slots) for index, each in enumerate(pages)]
         self._tile, self._tiles = tile, chunk_tokens // tile
         self._max_queued, self._max_queued_tokens = max_queued, max_queued_tokens
-        self._longest = int(min(pages.capacity, max_context))
-        self._slots = list(range(slots))
+        self._longest = int(min(pages[0].capacity, max_context))
         self._ids = itertools.count()
         self._live: dict[int, Generation] = {}
         self._waiting: list[Generation] = []  # in order
         self._waiting_tokens = 0
-        self._admitted: list[Generation] = []
         self._planned: tuple[Generation, ...] = ()  # in the plan before
         self._failed: list[Generation] = []
         self.preemptions = 0
@@ -197,7 +159,7 @@ class Scheduler:
     @property
     def admitted(self) -> int:
         """The generations that are under way."""
-        return len(self._admitted)
+        return sum(len(shard.admitted) for shard in self._shards)
 
     def submit(
         self,
@@ -217,7 +179,7 @@ class Scheduler:
             raise InputError("a request has one token of prompt or more, and max_tokens of 1 or more")
         needs = request.most_tokens
         if needs > longest:
-            size = self._pages.size
+            size = self._shards[0].pages.size
             raise NeverFits(
                 f"a prompt of {prompt} tokens and max_tokens = {request.max_tokens} need a cache of {needs} tokens "
                 f"({-(-needs // size)} pages), and a sequence has at most {longest} ({-(-longest // size)} pages); "
@@ -263,40 +225,36 @@ class Scheduler:
         """Return the next step; None if there is nothing to do before a commit or a request."""
         for generation in self._planned:
             self._publish(generation)
-        decode: list[Generation] = []
-        positions: list[int] = []
-        chunks: list[Chunk] = []
-        tiles, is_open = self._tiles, True
-        later = deque(sorted(self._admitted, key=_order))  # those under way that this loop has yet to come to
+        for shard in self._shards:
+            shard.tiles = self._tiles
+        rows, is_open = [_Rows() for _ in self._shards], True
+        under_way = itertools.chain.from_iterable(shard.admitted for shard in self._shards)
+        later = deque(sorted(under_way, key=_order))  # those under way that this loop has yet to come to
         while later or (is_open and self._waiting):
             if is_open and self._waiting and not (later and _order(later[0]) < _order(self._waiting[0])):
-                is_open = tiles > 0 and self._admit(self._waiting[0], later)
+                is_open = self._admit(self._waiting[0], later)
                 continue
             generation = later.popleft()
-            start = generation.computed
-            if generation.is_drawn or (generation.is_reading and not tiles):
+            shard, start = self._shards[generation.shard], generation.computed
+            if generation.is_drawn or (generation.is_reading and not shard.tiles):
                 continue
-            rows = min(len(generation.tokens) - start, tiles * self._tile) if generation.is_reading else 1
-            stop = self._extended(generation, start + rows, later)
+            count = min(len(generation.tokens) - start, shard.tiles * self._tile) if generation.is_reading else 1
+            stop = self._extended(generation, start + count, later)
             if stop == start:
                 continue
             if generation.is_reading:
-                tiles -= -(-(stop - start) // self._tile)
+                shard.tiles -= -(-(stop - start) // self._tile)
                 draws = stop == len(generation.tokens)
-                chunks.append(Chunk(generation, start, stop, draws))
+                rows[shard.index].chunks.append(Chunk(generation, start, stop, draws))
                 generation.is_reading = not draws
             else:
                 draws = True
-                decode.append(generation)
-                positions.append(start)
+                rows[shard.index].decode.append(generation)
+                rows[shard.index].positions.append(start)
             generation.computed = stop
             generation.pending += draws
-        self._planned = (*decode, *(chunk.generation for chunk in chunks))
-        if not self._planned:
-            return None
-        tables = tuple(tuple(table[:] for table in generation.holding.tables) for generation in self._planned)
-        slots = tuple(generation.slot for generation in self._planned)
-        return StepPlan(tuple(decode), tuple(positions), tuple(chunks), slots, tables)
+        self._planned = tuple(generation for each in rows for generation in each.generations)
+        return StepPlan(tuple(each.planned() for each in rows)) if self._planned else None
 
     def commit(self, plan: StepPlan, drawn: Mapping[int, int]) -> list[Draw]:
         """Take the tokens that a step has drawn, by id; those of generations that have ended are dropped."""
@@ -319,76 +277,71 @@ class Scheduler:
         return draws
 
     def _admit(self, generation: Generation, later: deque[Generation]) -> bool:
-        """Let one begin, and be the first of `later`, if it has a slot and room for what it has to read.
+        """Let one begin, and be the first of `later`, if a shard has a slot and room for what it has to read.
 
-        It may take them from the last of `later`. A page for each of the others stays free, so that what they draw next
-        does not take it from this one again at once.
+        It may take them from the last of `later`.
         """
-        if generation.pending or self._blocked == (generation.id, self._pages.returns):
-            return False  # a draw has yet to be read, or nothing came back since there was no room
-        holding = self._pages.match(generation.shareable, generation.salt)
-        is_early = self._is_being_read(generation, holding)
-        victims = None if is_early else self._victims(generation, holding, later)
-        if victims is None:
-            self._pages.release(holding)
-            if not is_early:
-                self._blocked = generation.id, self._pages.returns
+        if not any(shard.tiles for shard in self._shards):
             return False
-        del self._waiting[0]
-        self._waiting_tokens -= len(generation.tokens)
-        for _ in range(victims):
-            self._preempt(later.pop())
-        if not generation.preemptions:
-            generation.cached = holding.tokens
-        generation.holding, generation.computed, generation.is_reading = holding, holding.tokens, True
-        generation.slot = heapq.heappop(self._slots)
-        self._admitted.append(generation)
-        later.appendleft(generation)
-        return True
+        if generation.pending or self._blocked == (generation.id, self._returns):
+            return False  # a draw has yet to be read, or nothing came back since there was no room
+        ways: list[Admission] = []
+        for shard in self._by_work(generation):
+            ways.append(shard.admission(generation, later))
+            if ways[-1].is_early or ways[-1].victims == 0:
+                break
+        is_early = ways[-1].is_early
+        possible = [] if is_early else [way for way in ways if way.victims is not None]
+        best = min(possible, key=lambda way: way.victims, default=None)
+        is_admitted = best is not None and best.shard.tiles > 0
+        for way in ways:
+            if way is not best or not is_admitted:
+                way.decline()
+        if is_admitted:
+            del self._waiting[0]
+            self._waiting_tokens -= len(generation.tokens)
+            for _ in range(best.victims):
+                self._preempt_last(best.shard, later)
+            best.shard.begin(generation, best.holding)
+            later.appendleft(generation)
+        elif best is None and not is_early:
+            self._blocked = generation.id, self._returns
+        return is_admitted
 
-    def _victims(self, generation: Generation, holding: Holding, later: deque[Generation]) -> int | None:
-        """Return how few of the last of `later` must go for one to have a slot and room; None if all are not enough.
+    @property
+    def _returns(self) -> int:
+        return sum(shard.pages.returns for shard in self._shards)
 
-        These are of lower priority: of one priority the oldest are under way.
-        """
-        for count in range(len(later) + 1):
-            without = [victim.holding for victim in itertools.islice(reversed(later), count)]
-            spare = len(self._admitted) - count
-            has_room = self._pages.has_room(holding, len(generation.tokens), spare, without)
-            if has_room and len(self._slots) + count:
-                return count
-        return None
-
-    def _is_being_read(self, generation: Generation, holding: Holding) -> bool:
-        """Return whether one before it reads the same next page now: then it is better to wait for that."""
-        end = holding.tokens + self._pages.size
-        return end < len(generation.shareable) and any(
-            other.holding.published * self._pages.size < end <= len(other.tokens)
-            and other.salt == generation.salt
-            and _order(other) < _order(generation)
-            and other.tokens[:end] == generation.tokens[:end]
-            for other in self._admitted
-        )
+    def _by_work(self, generation: Generation) -> Sequence[Shard]:
+        """Return the shards, the best for a generation first."""
+        return sorted(self._shards, key=lambda shard: shard.work(generation)) if len(self._shards) > 1 else self._shards
 
     def _extended(self, generation: Generation, stop: int, later: deque[Generation]) -> int:
         """Give a generation room for `stop` tokens, or as many as there can be, and return how many.
 
         Takes pages from the last of `later` while it must. One that has nobody else's to take ends with an error.
         """
-        while (room := self._pages.room(generation.holding)) < stop and later:
-            self._preempt(later.pop())
+        shard = self._shards[generation.shard]
+        while (room := shard.pages.room(generation.holding)) < stop and self._preempt_last(shard, later):
+            pass
         stop = max(min(stop, room), generation.computed)
-        self._pages.extend(generation.holding, stop)
-        if stop == generation.computed and len(self._admitted) == 1 and not generation.pending:
+        shard.pages.extend(generation.holding, stop)
+        if stop == generation.computed and len(shard.admitted) == 1 and not generation.pending:
             self._end(generation, "error")
             self._failed.append(generation)
         return stop
 
-    def _preempt(self, generation: Generation) -> None:
-        self._stop(generation)
-        generation.preemptions += 1
+    def _preempt_last(self, shard: Shard, later: deque[Generation]) -> bool:
+        """Take pages and slot from the last of `later` on a shard; return whether there is one."""
+        victim = next((other for other in reversed(later) if other.shard == shard.index), None)
+        if victim is None:
+            return False
+        later.remove(victim)
+        shard.stop(victim)
+        victim.preemptions += 1
         self.preemptions += 1
-        self._wait(generation)
+        self._wait(victim)
+        return True
 
     def _wait(self, generation: Generation) -> None:
         bisect.insort(self._waiting, generation, key=_order)
@@ -398,23 +351,18 @@ class Scheduler:
         generation.end = end
         del self._live[generation.id]
         if generation.holding:
-            self._stop(generation)
+            self._shards[generation.shard].stop(generation)
         else:
             self._waiting.remove(generation)
             self._waiting_tokens -= len(generation.tokens)
 
-    def _stop(self, generation: Generation) -> None:
-        """Take pages and slot from a generation."""
-        self._pages.release(generation.holding)
-        self._admitted.remove(generation)
-        heapq.heappush(self._slots, generation.slot)
-        generation.holding, generation.slot, generation.computed = None, -1, 0
-
     def _publish(self, generation: Generation) -> None:
         """Publish the pages of a generation that a dispatched step has filled."""
         holding, computed = generation.holding, generation.computed
-        if holding and computed // self._pages.size > holding.published:
-            self._pages.publish(holding, generation.tokens[:computed])
+        if holding:
+            pages = self._shards[generation.shard].pages
+            if computed // pages.size > holding.published:
+                pages.publish(holding, generation.tokens[:computed])
 
 
 def _order(generation: Generation) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlm.inference.engine import Engine, EngineEvent
+from jaxlm.inference.generation import EndReason
 from jaxlm.inference.requests import Request
-from jaxlm.inference.scheduler import EndReason
 
 _POLL_S = 0.02  # between looks at what is left, while it drains
 _LAST_STEP_S = 10.0  # that the step under way is waited for at the end
@@ -31,8 +31,8 @@ class ServiceStatistics(NamedTuple):
 
     Attributes:
       waiting, running: requests now.
-      pages, pages_held, pages_cached: of all groups of layers: all there are, those of running requests, and those
-        that nobody holds and that may be found again.
+      pages, pages_held, pages_cached: of all groups of layers and all shards: all there are, those of running
+        requests, and those that nobody holds and that may be found again.
       requests: that have ended, by the reason.
       prompt_tokens, cached_tokens: of requests that have drawn; those of them that were found in the cache.
       tokens: that were drawn.
@@ -211,9 +211,9 @@ class EngineService:
         return ServiceStatistics(
             waiting=engine.waiting,
             running=engine.running,
-            pages=sum(group.count - 1 for group in engine.runner.page_groups),
-            pages_held=sum(engine.pages.held),
-            pages_cached=sum(engine.pages.cached),
+            pages=len(engine.pages) * sum(group.count - 1 for group in engine.runner.page_groups),
+            pages_held=engine.pages_held,
+            pages_cached=engine.pages_cached,
             requests=dict(self._requests),
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,

@@ -1,5 +1,6 @@
 """Computations over the shards of a mesh: sums over replicas, functions of shards, functions of whole entries."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import constrain, mesh_around, partition, rules_around
 
 
@@ -31,6 +33,42 @@ def summed_over_replicas(function: Callable[[Any, Any, jax.Array | int], Any], w
     return jax.shard_map(
         local, in_specs=(everywhere, rows), out_specs=everywhere, axis_names=set(axes), check_vma=False
     )(whole, batch)
+
+
+def on_each_shard(function: Callable[..., Any], axis: str, is_sharded: Sequence[bool]) -> Callable[..., Any]:
+    """Return a function that computes function(*operands) on each shard of a logical axis by itself, sending nothing.
+
+    Operands that are sharded, and all results, are pytrees of arrays whose first dimension holds the shards, one after
+    the other; the other operands are given to each shard as they are. Mesh axes that do not shard `axis` go on to shard
+    other dimensions inside. With one shard it is `function` itself. Called inside jit under `jax.set_mesh`.
+
+    Args:
+      is_sharded: of each operand, whether shards have parts of it.
+    """
+
+    @functools.wraps(function)
+    def mapped(*operands: Any) -> Any:
+        mesh, axes = mesh_around(), rules_around().over(axis)
+        if mesh.empty or Layout(mesh.shape).over(axes) == 1:
+            return function(*operands)
+        parts = PartitionSpec(axes)
+        specs = tuple(parts if sharded else PartitionSpec() for sharded in is_sharded)
+        # check_vma=False: interpreted kernels know of no other way.
+        return jax.shard_map(function, in_specs=specs, out_specs=parts, axis_names={*axes}, check_vma=False)(*operands)
+
+    return mapped
+
+
+def on_any_shard(condition: jax.Array) -> jax.Array:
+    """Return whether a condition holds on any shard of the `on_each_shard` around, so that all shards branch alike.
+
+    A branch may exchange arrays over the other mesh axes, which not all devices understand as an exchange among few.
+    Where there are no others it is the shard's own condition.
+    """
+    mesh = mesh_around()
+    if mesh.empty or not mesh.manual_axes or mesh.size == Layout(mesh.shape).over(mesh.manual_axes):
+        return condition
+    return jax.lax.pmax(condition.astype(jnp.int32), mesh.manual_axes) > 0
 
 
 def on_each_device(function: Callable[..., Any], *operands: tuple[jax.Array | None, Sequence[str | None]]) -> Any:

@@ -37,12 +37,10 @@ def partition(
     """
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}")
-    # Inside a shard_map arrays are shards already along its manual axes.
-    manual = getattr(mesh, "manual_axes", ())
-    sizes = {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
+    sizes = _sizes_left(mesh)
 
     def entry(over: tuple[str, ...]) -> tuple[str, ...] | str | None:
-        auto = tuple(axis for axis in over if axis not in manual)
+        auto = tuple(axis for axis in over if axis not in getattr(mesh, "manual_axes", ()))
         return None if not auto else auto[0] if len(auto) == 1 else auto
 
     return PartitionSpec(*map(entry, (rules or rules_around()).placed(axes, shape, sizes, exact=True)))
@@ -98,10 +96,16 @@ def by_shards(x: jax.Array, axis: str) -> jax.Array:
 def shards_of(axis: str, size: int) -> int:
     """Return the number of shards of a dimension of this size under the mesh and rules around."""
     mesh = mesh_around()
-    return 1 if mesh.empty else rules_around().shards(axis, size, mesh.shape)
+    return 1 if mesh.empty else rules_around().shards(axis, size, _sizes_left(mesh))
 
 
 def is_sharded(axis: str) -> bool:
     """Return whether the mesh around shards a logical axis where its size lets it."""
     mesh = mesh_around()
-    return not mesh.empty and Layout(mesh.shape).over(rules_around().over(axis)) > 1
+    return not mesh.empty and Layout(_sizes_left(mesh)).over(rules_around().over(axis)) > 1
+
+
+def _sizes_left(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Return the sizes of a mesh's axes, 1 for those that are manual: inside their shard_map arrays are shards."""
+    manual = getattr(mesh, "manual_axes", ())
+    return {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}

@@ -174,7 +174,7 @@ PREFILL = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
 # Weights stay where they are: a decoding step would gather all of them for one token of each sequence. The axis fsdp
 # shards sequences, as data does.
 DECODE = _rules({**PREFILL.mesh_axes, "embed": ()}, PREFILL.may_stay_whole)
-# As in decoding, but a step has rows of any sequences, whose pages lie on all devices: `data` and `fsdp` hold copies.
-ENGINE = _rules({**DECODE.mesh_axes, "batch": ()}, DECODE.may_stay_whole)
+# As in decoding: each shard of the batch has sequences of its own, with their rows and pages.
+ENGINE = DECODE
 
 RULES: Mapping[Kind, Rules] = MappingProxyType({"train": TRAIN, "prefill": PREFILL, "decode": DECODE})

@@ -9,7 +9,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from engine_fixtures import SMALL
+from engine_fixtures import SMALL, check_pages
 from flax import nnx
 
 from jaxlm.inference import steps
@@ -204,5 +204,5 @@ def test_the_engine_keeps_the_state_of_each_sequence():
     texts(long)
     assert texts(long) == [96]
     assert texts(long[:70] + others[0]) == [64]
-    engine.pages.check()
-    assert engine.pages.held == (0, 0)
+    check_pages(engine)
+    assert engine.pages_held == 0

@@ -144,7 +144,7 @@ def test_texts_that_are_read_in_turns_are_their_own_and_one_left_alone_ends(comp
     assert [pieces[::2], pieces[1::2]] == whole[:2]
     third.close()
     engine = completer._engine
-    assert engine.step() == [] and engine.is_idle and not any(engine.pages.held)
+    assert engine.step() == [] and engine.is_idle and not engine.pages_held
 
 
 def test_pieces_come_row_by_row():

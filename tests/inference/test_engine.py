@@ -10,6 +10,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from engine_fixtures import check_pages
 from flax import nnx
 from jax import monitoring
 from matrices import sampled
@@ -96,8 +97,8 @@ def served(engine, asked, **options):
         assert event.error is None
         if event.token is not None:
             found[event.id].append((event.token, event.hidden.tobytes()))
-    engine.pages.check()
-    assert not any(engine.pages.held)
+    check_pages(engine)
+    assert not engine.pages_held
     assert [len(found[id]) for id in ids] == [request.max_tokens for request in asked]
     return [found[id] for id in ids]
 
@@ -112,7 +113,7 @@ def test_a_request_is_served_as_if_alone(engine):
     together = served(engine, asked)
     assert served(engine, asked[::-1]) == together[::-1]
     alone = [served(engine, [request])[0] for request in asked[:3]]
-    assert alone == together[:3] and any(engine.pages.cached)
+    assert alone == together[:3] and engine.pages_cached
 
 
 @in_float32
@@ -181,8 +182,8 @@ def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
         for event in engine.step():
             if event.token is not None:
                 found[event.id].append(event.token)
-        engine.pages.check()
-    assert not any(engine.pages.held) and cancelled
+        check_pages(engine)
+    assert not engine.pages_held and cancelled
     for id, request in list(zip(ids, asked, strict=True))[:6]:
         alone = [token for token, _ in served(engine, [request])[0]]
         assert found[id] == alone or (id in cancelled and found[id] == alone[: len(found[id])])
@@ -294,8 +295,8 @@ def test_logits_that_are_not_finite_end_one_request_alone():
         elif event.token is not None:
             found[event.id].append((event.token, event.hidden.tobytes()))
     assert errors == [(bad, "error")] and [found[id] for id in ids] == expected
-    engine.pages.check()
-    assert not any(engine.pages.held) and served(engine, good[::-1]) == expected[::-1]
+    check_pages(engine)
+    assert not engine.pages_held and served(engine, good[::-1]) == expected[::-1]
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ from dataclasses import replace
 import meshes
 import model_fixtures
 import pytest
-from engine_fixtures import SMALL
+from engine_fixtures import SMALL, check_pages
 
 from jaxlm.inference import leader
 from jaxlm.inference.engine import Engine
@@ -60,9 +60,9 @@ def test_another_engine_does_the_same(monkeypatch):
     leader.follow(second)
     assert second.is_idle and first.preemptions == second.preemptions and len(seen[first]) > 200
     assert [event[:3] for event in seen[second]] == [event[:3] for event in seen[first]]
-    first.pages.check()
-    second.pages.check()
-    assert not any(first.pages.held) and not any(second.pages.held)
+    check_pages(first)
+    check_pages(second)
+    assert not first.pages_held and not second.pages_held
 
 
 @pytest.mark.parametrize("count", [1, 2])

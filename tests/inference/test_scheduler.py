@@ -35,7 +35,8 @@ def text_of(request, ends=()):
 
 
 class SimulatedDevice:
-    """A device that keeps, for each place in the pages of a group, the salted prefix that the key there is of."""
+    """A shard of devices that keeps, for each place in the pages of a group, the salted prefix that the key there is
+    of."""
 
     def __init__(self, groups, size):
         self.groups, self.size = groups, size
@@ -80,9 +81,11 @@ class SimulatedDevice:
 
 @dataclass
 class SimulatedEngine:
-    """A loop of plans, dispatches and commits, of which `ahead` are in flight."""
+    """A loop of plans, dispatches and commits, of which `ahead` are in flight. Groups, slots and chunks are those of
+    each shard."""
 
     groups: list
+    shards: int = 1
     size: int = 4
     slots: int = 4
     chunk: int = 8
@@ -95,8 +98,8 @@ class SimulatedEngine:
     plans: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.pages = Pages(self.groups, self.size)
-        self.device = SimulatedDevice(self.groups, self.size)
+        self.pages = [Pages(self.groups, self.size) for _ in range(self.shards)]
+        self.devices = [SimulatedDevice(self.groups, self.size) for _ in range(self.shards)]
         self.flight = deque()
         self.scheduler = Scheduler(
             self.pages,
@@ -119,26 +122,40 @@ class SimulatedEngine:
         plan = self.scheduler.plan()
         assert plan or self.flight or not (self.scheduler.waiting or self.scheduler.admitted), "it hangs"
         between()
-        self.pages.check()
+        self.check_pages()
         if plan:
-            rows = sum(-(-(chunk.stop - chunk.start) // self.tile) * self.tile for chunk in plan.chunks)
-            assert rows <= self.chunk and len({*plan.slots}) == len(plan.slots) <= self.slots
-            self.flight.append((plan, self.device.run(plan)))
+            draws = {}
+            for shard, device in zip(plan.shards, self.devices, strict=True):
+                rows = sum(-(-(chunk.stop - chunk.start) // self.tile) * self.tile for chunk in shard.chunks)
+                assert rows <= self.chunk and len({*shard.slots}) == len(shard.slots) <= self.slots
+                draws |= device.run(shard)
+            self.flight.append((plan, draws))
             self.plans.append(plan)
         if self.flight and (len(self.flight) > self.ahead or not plan):
             for draw in self.scheduler.commit(*self.flight.popleft()):
                 assert isinstance(draw, Draw) and draw.generation.end == draw.end
                 self.draws[draw.generation.id].append(draw)
-            self.pages.check()
+            self.check_pages()
         return plan
+
+    def check_pages(self):
+        for pages in self.pages:
+            pages.check()
+
+    @property
+    def pages_held(self):
+        return sum(sum(pages.held) for pages in self.pages)
+
+    def fits(self, tokens):
+        return self.pages[0].fits(tokens)
 
     def run(self, limit=1000):
         """Take steps until all have ended."""
         while self.scheduler.waiting or self.scheduler.admitted or self.flight:
             assert (limit := limit - 1), "somebody starves"
             self.step()
-        self.pages.check()
-        assert not any(self.pages.held)
+        self.check_pages()
+        assert not self.pages_held
 
     def text(self, generation):
         """The tokens that were handed out for a generation, and why it ended."""
@@ -201,6 +218,7 @@ ENGINES = st.builds(
     groups=st.sampled_from((None, (2,), (3,), (5,), (None, 3), (None, 1, 6))).flatmap(
         lambda windows: st.tuples(*(st.builds(PageGroup, st.integers(4, 14), st.just(w)) for w in (windows or (None,))))
     ),
+    shards=st.sampled_from((1, 1, 2, 3)),
     size=st.integers(1, 5),
     slots=st.integers(1, 5),
     chunk=st.integers(3, 12),
@@ -249,9 +267,9 @@ def serve(engine, visits):
                 generation = engine.submit(prompt, visit.max_tokens, ends=[END] if visit.has_end else [], **options)
                 came.append((generation, visit))
             except NeverFits:
-                assert not engine.pages.fits(len(prompt) + visit.max_tokens - 1)
+                assert not engine.fits(len(prompt) + visit.max_tokens - 1)
             else:
-                assert engine.pages.fits(len(prompt) + visit.max_tokens - 1)
+                assert engine.fits(len(prompt) + visit.max_tokens - 1)
         leave(0)
         engine.step(between=lambda: leave(1))
         leave(2)
@@ -265,8 +283,8 @@ def serve(engine, visits):
         else:
             engine.check(generation)
         assert len(engine.draws[generation.id]) == left.get(generation.id, len(engine.draws[generation.id]))
-        assert (generation.slot, generation.holding, generation.computed) == (-1, None, 0)
-    assert not any(engine.pages.held) and not engine.scheduler.failed()
+        assert (generation.shard, generation.slot, generation.holding, generation.computed) == (-1, -1, None, 0)
+    assert not engine.pages_held and not engine.scheduler.failed()
 
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 1, 2, 1]
@@ -346,7 +364,7 @@ def test_decodes_have_a_row_in_every_step_and_so_has_a_prompt():
     engine.step()
     prompts = [engine.submit([n + 1] * 40, 1) for n in range(3)]
     plans = [engine.step() for _ in range(31)]
-    assert [[*plan.decode] for plan in plans] == [drawing] * 31
+    assert [[*plan.shards[0].decode] for plan in plans] == [drawing] * 31
     read = [(chunk.generation, chunk.start, chunk.stop) for plan in plans for chunk in plan.chunks]
     assert read[:30] == [(prompt, at, at + 4) for prompt in prompts for at in range(0, 40, 4)] and len(read) == 30
     engine.run()
@@ -453,7 +471,7 @@ def test_a_stop_string_ends_a_generation_and_its_pages_stay_to_be_found():
     while len(engine.draws[generation.id]) < 7:
         engine.step()
     engine.scheduler.finish(generation.id)
-    assert generation.end == "stop" and engine.pages.cached == (4,)
+    assert generation.end == "stop" and engine.pages[0].cached == (4,)
     engine.run()
     assert len(engine.text(generation)[0]) == 7
 
@@ -473,7 +491,7 @@ def test_priority_takes_slots_and_pages_from_lower_and_age_does_not(options):
     same = engine.submit([3] * 9, 7, stream=3, priority=5)
     urgent = engine.submit([4] * 9, 7, stream=4)
     plan = engine.step()
-    assert [chunk.generation for chunk in plan.chunks] == [urgent] and low[0] in plan.decode
+    assert [chunk.generation for chunk in plan.chunks] == [urgent] and low[0] in plan.shards[0].decode
     assert [generation.preemptions for generation in (*low, same, urgent)] == [0, 1, 0, 0]
     engine.run()
     for generation in (*low, same, urgent):
@@ -490,6 +508,54 @@ def test_nothing_begins_that_the_next_draws_would_stop():
     assert second.preemptions == 0
     starts = [n for n, plan in enumerate(engine.plans) for chunk in plan.chunks if chunk.generation is second]
     assert len(starts) == 1 and starts[0] >= first.drawn
+
+
+def test_a_batch_is_divided_over_the_shards():
+    engine = full(100, shards=3, chunk=16)
+    for n in range(6):
+        engine.submit([n + 1] * (4 + n), 4, stream=n)
+    plans = [engine.step() for _ in range(2)]
+    assert [len(shard.draws) for shard in plans[1].shards] == [2, 2, 2]
+    engine.run()
+
+
+def test_a_request_begins_where_its_prefix_is_unless_much_is_to_do_there():
+    """A sequence under way counts as a page, as does each page that would be read again."""
+    engine = full(100, shards=2, slots=8, chunk=32, size=4)
+    first = engine.submit(PROMPT, 2)  # 8 tokens fill pages
+    engine.run()
+    shards = []
+    for stream in range(6):
+        same = engine.submit(PROMPT, 40, stream=stream)
+        engine.step()
+        shards.append(same.shard)
+    assert first.cached == 0 and shards[:3] == [0, 0, 0] and shards[3] == 1  # 3 others and 2 tokens, or 10 tokens
+    assert abs(shards.count(0) - shards.count(1)) <= 2
+    other = engine.submit([2, *PROMPT], 1)
+    engine.step()
+    assert other.shard == min((0, 1), key=shards.count)
+    engine.run()
+    for generation in (first, same, other):
+        engine.check(generation)
+
+
+def test_one_without_room_on_its_best_shard_begins_on_another():
+    """And what gives way to a request of higher priority goes on elsewhere, where there is room."""
+    engine = full(100, shards=2, slots=1, chunk=32)
+    first = engine.submit(PROMPT, 9)
+    engine.step()
+    second = engine.submit(PROMPT, 9, stream=1)
+    engine.step()
+    assert (first.shard, second.shard, second.cached) == (0, 1, 0)
+    waiting = engine.submit(PROMPT, 9)
+    engine.step()
+    assert waiting.shard == -1
+    urgent = engine.submit([4] * 9, 3, priority=-1)
+    engine.step()
+    assert urgent.shard >= 0 and [each.preemptions for each in (first, second, urgent)].count(1) == 1
+    engine.run()
+    for generation in (first, second, waiting, urgent):
+        engine.check(generation)
 
 
 @pytest.mark.parametrize("options", [{"slots": 0}, {"tile": 9}, {"tile": 0}, {"max_queued": 0}, {"max_context": 0}])

@@ -68,7 +68,7 @@ def test_a_context_that_several_share_is_read_once():
     _, model, parameters = parts(context_length=160)
     engine = Engine(model, parameters, meshes.make(), SMALL)
     found = [dict(Scorer(engine)([pair]))[0] for pair in asked]
-    assert sum(engine.pages.cached) == 2  # pages of 32 tokens
+    assert engine.pages_cached == 2  # pages of 32 tokens
     cold = [dict(Scorer(Engine(model, parameters, meshes.make(), SMALL))([pair]))[0] for pair in asked[-1:]]
     assert cold == found[-1:]
 

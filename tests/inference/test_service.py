@@ -8,6 +8,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from engine_fixtures import check_pages
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.engine import Engine
@@ -37,8 +38,8 @@ def service(engine):
     service = EngineService(engine)
     yield service
     asyncio.run(service.drain(0))
-    engine.pages.check()
-    assert engine.is_idle and not any(engine.pages.held)
+    check_pages(engine)
+    assert engine.is_idle and not engine.pages_held
 
 
 def requests(count, max_tokens=12):
@@ -87,14 +88,14 @@ def test_a_reader_that_leaves_frees_its_pages(service):
     async def run():
         async with service.stream(requests(6, 100), seeds=[0] * 6) as stream:
             await anext(stream)
-            held = sum(service.engine.pages.held)
-        assert held and not any(service.engine.pages.held)
+            held = service.engine.pages_held
+        assert held and not service.engine.pages_held
         task = asyncio.create_task(tokens_of(service.stream(requests(2, 100), seeds=[0, 0])))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not any(service.engine.pages.held)
+        assert not service.engine.pages_held
 
     asyncio.run(run())
     assert service.statistics().requests["cancelled"] == 8
@@ -190,8 +191,8 @@ def test_what_is_left_when_it_has_drained_ends_with_an_error(engine, monkeypatch
             await tokens_of(stream)
 
     asyncio.run(run())
-    engine.pages.check()
-    assert engine.is_idle and not any(engine.pages.held)
+    check_pages(engine)
+    assert engine.is_idle and not engine.pages_held
 
 
 def test_a_failure_of_the_engine_ends_every_stream(engine, monkeypatch):

@@ -12,7 +12,7 @@ from jaxlm.inference.step_shapes import TILE, StepShapes, fitting, prompt_chunks
 def test_prompts_are_cut_as_the_scheduler_cuts_them(prompts, tokens, tiles):
     pages = Pages([PageGroup(1 + prompts * (1 - -tokens // TILE))], TILE)
     limits = {"max_queued": prompts, "max_queued_tokens": prompts * tokens, "max_context": tokens}
-    scheduler = Scheduler(pages, slots=prompts, chunk_tokens=tiles * TILE, tile=TILE, **limits)
+    scheduler = Scheduler([pages], slots=prompts, chunk_tokens=tiles * TILE, tile=TILE, **limits)
     for prompt in range(prompts):
         scheduler.submit(Request([prompt] * tokens, 1))
     planned = []

@@ -50,4 +50,4 @@ def nothing_is_left(request):
     yield
     if "server" in request.fixturenames:
         served, _ = request.getfixturevalue("server")
-        assert not any(served.service.engine.pages.held)
+        assert not served.service.engine.pages_held

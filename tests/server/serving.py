@@ -7,6 +7,7 @@ import threading
 
 import tokenizer_fixtures
 import uvicorn
+from engine_fixtures import check_pages
 
 from jaxlm.costs.serving import TokenCost
 from jaxlm.data.chat_template import ChatTemplate
@@ -41,8 +42,8 @@ def serving(engine, tokenizer, **options):
         server.should_exit = True
         thread.join()
         asyncio.run(service.drain(0))
-        engine.pages.check()
-        assert engine.is_idle and not any(engine.pages.held)
+        check_pages(engine)
+        assert engine.is_idle and not engine.pages_held
 
 
 def tokens_alone(served, prompt, max_tokens, sampling=Sampling(temperature=0.8), seed=SEED, stream=0):

@@ -7,6 +7,7 @@ import time
 
 import httpx
 import pytest
+from engine_fixtures import check_pages
 from matrices import sampled
 from serving import serving, text_alone
 
@@ -126,8 +127,8 @@ def test_random_disconnects_harm_nobody(case, server):
     for _ in range(count // 20):
         assert asyncio.run(run(20, 4)) == [expected] * 4
     wait_until(lambda: served.service.engine.is_idle)
-    served.service.engine.pages.check()
-    assert not any(served.service.engine.pages.held) and not served.service._listeners
+    check_pages(served.service.engine)
+    assert not served.service.engine.pages_held and not served.service._listeners
 
 
 def test_readers_that_do_not_read_hold_nobody_up(server):

@@ -1,0 +1,87 @@
+"""A request that is being answered, and the parts of its tokens that steps read. Imports no JAX."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxlm.inference.pages import Holding
+from jaxlm.inference.requests import Request
+
+# "stop": one of its `ends`, or `finish`; "length": its `max_tokens`; "error": it can never go on.
+EndReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request that is being answered.
+
+    Attributes:
+      tokens: the prompt and what has been drawn and read back, without an id among `ends`.
+      prompt: tokens of the prompt, the boundary for penalties and usage.
+      ends: the ids that end it.
+      priority: smaller is sooner; then the smaller id.
+      seed: of its random numbers.
+      salt: prefixes are shared under one salt alone.
+      shard: the index of the shard of devices that has its pages and its slot; -1 while it waits.
+      holding: its pages; None while it waits.
+      slot: the index of its state on the shard; -1 while it waits.
+      computed: tokens whose keys are dispatched.
+      pending: draws that are dispatched and not read back.
+      cached: prompt tokens that were found when it first began.
+      preemptions: times that its pages went to another, to be computed again.
+      end: None while it lives.
+    """
+
+    id: int
+    request: Request
+    tokens: list[int]
+    prompt: int
+    ends: frozenset[int]
+    priority: int
+    seed: int
+    salt: bytes
+    shard: int = -1
+    holding: Holding | None = None
+    slot: int = -1
+    computed: int = 0
+    pending: int = 0
+    cached: int = 0
+    preemptions: int = 0
+    end: EndReason | None = None
+    is_reading: bool = field(default=True, repr=False)  # has yet to draw since it was admitted
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among all: what comes before is served before."""
+        return self.priority, self.id
+
+    @property
+    def drawn(self) -> int:
+        """The tokens drawn and read back, without one that ended it."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def is_drawn(self) -> bool:
+        """True once the last token that it may draw is dispatched."""
+        return self.drawn + self.pending >= self.request.max_tokens
+
+    @property
+    def shareable(self) -> list[int]:
+        """The tokens that it need not read if others have: none whose log-probability after it is asked for."""
+        scored = self.request.scores_from
+        return self.tokens if scored is None else self.tokens[: scored + 1]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of a generation, to be read; where these are all, it `draws` the next."""
+
+    generation: Generation
+    start: int
+    stop: int
+    draws: bool
+
+    @property
+    def is_scored(self) -> bool:
+        """True if log-probabilities of tokens after some of these are asked for."""
+        scored = self.generation.request.scores_from
+        return scored is not None and scored < self.stop and self.start < self.generation.prompt

@@ -1,0 +1,92 @@
+"""One shard of the devices of an engine: the sequences whose pages and slots it has. Imports no JAX."""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxlm.inference.generation import Generation
+from jaxlm.inference.pages import Holding, Pages
+
+
+@dataclass(frozen=True, eq=False)
+class Admission:
+    """A way for a generation to begin on a shard, with the pages of its prefix: it is taken or declined.
+
+    Attributes:
+      victims: how few generations must go for it to have a slot and room; None if all of them are not enough.
+      is_early: a generation before it reads the same next page now: then it is better to wait for that.
+    """
+
+    shard: "Shard"
+    holding: Holding
+    victims: int | None
+    is_early: bool
+
+    def decline(self) -> None:
+        """Give back the pages."""
+        self.shard.pages.release(self.holding)
+
+
+class Shard:
+    """The pages, the free slots and the generations of one shard. The devices of a shard know no others' sequences.
+
+    Attributes:
+      admitted: the generations that are under way here.
+      tiles: of the step that is being planned, those left for prompts.
+    """
+
+    def __init__(self, index: int, pages: Pages, slots: int):
+        self.index, self.pages, self.tiles = index, pages, 0
+        self.admitted: list[Generation] = []
+        self._slots = list(range(slots))  # a heap of those that are free
+
+    def work(self, generation: Generation) -> int:
+        """Return how much a generation would have before it and to do here, in tokens: those that are to be read, its
+        own without a prefix that is cached here and those of others, and a page for each that is under way."""
+        cached = self.pages.cached_tokens(generation.shareable, generation.salt)
+        others = sum(len(other.tokens) - other.computed for other in self.admitted if other.is_reading)
+        return len(generation.tokens) - cached + others + self.pages.size * len(self.admitted)
+
+    def admission(self, generation: Generation, later: Sequence[Generation]) -> Admission:
+        """Return how a generation could begin here. It may take the slots and pages of the last of `later`.
+
+        These are of lower priority: of one priority the oldest are under way. A page for each of those that stay
+        remains free, so that what they draw next does not take it from this one again at once.
+        """
+        holding = self.pages.match(generation.shareable, generation.salt)
+        if self._reads_next_page_of(generation, holding):
+            return Admission(self, holding, None, True)
+        later = [other for other in reversed(later) if other.shard == self.index]
+        for count in range(len(later) + 1):
+            without = [victim.holding for victim in itertools.islice(later, count)]
+            spare = len(self.admitted) - count
+            has_room = self.pages.has_room(holding, len(generation.tokens), spare, without)
+            if has_room and len(self._slots) + count:
+                return Admission(self, holding, count, False)
+        return Admission(self, holding, None, False)
+
+    def _reads_next_page_of(self, generation: Generation, holding: Holding) -> bool:
+        end = holding.tokens + self.pages.size
+        return end < len(generation.shareable) and any(
+            other.holding.published * self.pages.size < end <= len(other.tokens)
+            and other.salt == generation.salt
+            and other.order < generation.order
+            and other.tokens[:end] == generation.tokens[:end]
+            for other in self.admitted
+        )
+
+    def begin(self, generation: Generation, holding: Holding) -> None:
+        """Give a generation a slot and its pages, of which the first are read."""
+        if not generation.preemptions:
+            generation.cached = holding.tokens
+        generation.shard, generation.slot = self.index, heapq.heappop(self._slots)
+        generation.holding, generation.computed, generation.is_reading = holding, holding.tokens, True
+        self.admitted.append(generation)
+
+    def stop(self, generation: Generation) -> None:
+        """Take pages and slot from a generation."""
+        self.pages.release(generation.holding)
+        self.admitted.remove(generation)
+        heapq.heappush(self._slots, generation.slot)
+        generation.holding, generation.shard, generation.slot, generation.computed = None, -1, -1, 0

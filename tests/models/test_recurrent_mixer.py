@@ -12,7 +12,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from engine_fixtures import SMALL
+from engine_fixtures import SMALL, check_pages
 
 from jaxlm.core.schema import Count
 from jaxlm.inference.engine import Engine
@@ -301,4 +301,4 @@ def test_the_engine_goes_on_from_found_prefixes_and_after_preemptions():
     texts(long)
     assert texts(long) == [96]
     assert texts(long[:70] + others[0]) == [64]
-    engine.pages.check()
+    check_pages(engine)

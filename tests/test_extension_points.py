@@ -15,7 +15,7 @@ from flax import nnx
 from workload_fixtures import workload
 
 from jaxlm.core.schema import kind_of, sections_in
-from jaxlm.costs.counted import elementwise, memory, operations, traffic
+from jaxlm.costs.counted import memory, operations, traffic
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.models import tree
@@ -80,8 +80,8 @@ def test_a_norm_is_counted(kind):
     counted = count(both_ways(lambda scale, x: nnx.merge(graph, scale)(x)), scale, x)
     work = workload("train", model, 8, model_fixtures.CONTEXT, "float32", kernels="xla")
     step = device_step(work)
-    use = next(use for use in step.found.uses if use.scope.endswith("attention_norm"))
-    part = next(elementwise.parts(step, use))
+    use = next(use for use in step.recording.uses if use.scope.endswith("attention_norm"))
+    part = next(operations.passes(step, use))
     assert part.forward.flops + part.backward.flops == pytest.approx(counted.flops, rel=0.2)
 
 

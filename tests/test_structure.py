@@ -133,6 +133,18 @@ def test_costs_know_no_architecture():
     assert found == []
 
 
+def test_counting_names_no_door():
+    """It interprets what doors declare: no door's name stands in it, but in prose."""
+    from jaxlm.models.doors.door import DOORS
+
+    found = []
+    for file in (ROOT / "jaxlm" / "costs" / "counted").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in DOORS:
+                found.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.value!r}")
+    assert len(DOORS) > 10 and found == []
+
+
 def test_a_folder_that_a_user_makes_is_no_package_of_ours():
     """Ruff would sort the imports of `tests/runs.py` anew where there is a folder runs/."""
     ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]

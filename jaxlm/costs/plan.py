@@ -9,12 +9,13 @@ from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, flops
 from jaxlm.costs.counted.memory import Memory, kv_bytes_per_token, memory
-from jaxlm.costs.counted.operations import Operation, Product
+from jaxlm.costs.counted.operations import Operation
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.workload import Workload
+from jaxlm.models.doors.cost import Product
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
     if work.kind != "train":
         yield work
         return
-    named = dict.fromkeys(device_step(work).found.names.values())
+    named = dict.fromkeys(device_step(work).recording.names.values())
     names = tuple(name for name in named if name != "attention")  # its kernel keeps more than that
     rows = work.batch // work.batch_shards
     parts = (work.microbatches,) if "microbatches" in held else [2**n for n in range(rows.bit_length())]

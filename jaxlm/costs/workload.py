@@ -211,10 +211,10 @@ class Workload:
     def rows(self) -> int:
         """Return the sequences on one device at once: its part of a microbatch, or all where the mesh does not divide
         them."""
-        return self.batch // self.microbatches // self._row_shards()
+        return self.batch // self.microbatches // self.row_shards()
 
     @memoized
-    def _row_shards(self) -> int:
+    def row_shards(self) -> int:
         """Return the shards of a microbatch; 1 where the mesh does not divide its rows."""
         shards = self.batch_shards
         return 1 if self.batch // self.microbatches % shards else shards
@@ -248,7 +248,7 @@ class Workload:
     def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape with a row for each shard of the batch, or with one where the mesh does not divide them:
         answers then do not depend on the number of rows."""
-        return self._with_rows(axes, tuple(shape), self._row_shards())
+        return self._with_rows(axes, tuple(shape), self.row_shards())
 
     def _with_rows(self, axes: Sequence[str | None], shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
         """Return a shape with so many rows of the batch."""

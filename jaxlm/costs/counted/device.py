@@ -1,26 +1,41 @@
-"""The recorded step as one device of a mesh runs it: local sizes, what trains, and what runs again."""
+"""The recorded step as one device of a mesh runs it: local sizes, declared costs, and what trains."""
 
 import functools
-import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.doors.cost import DoorCost, Local, LocalArray
+from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.rules import Placement, together
 
 
+class _PlacedArray(NamedTuple):
+    """An array on one device, but for the rows of its batch, which are its dimension `batch`."""
+
+    value: int
+    shape: tuple[int, ...]
+    batch: int | None
+    dtype: str | None
+    sharded: tuple[bool, ...]
+
+
 class DeviceStep:
-    """One device of a mesh in a step: the recording, and the sizes of its values there."""
+    """One device of a mesh in a step: the recording, and what each door costs there."""
 
     def __init__(self, work: Workload):
         self.work = work
-        self.found = recorder.record(work.model, work.kind, work.sequence, work.dropout, work.lora)
+        self.recording = recorder.record(work.model, work.kind, work.sequence, work.dropout, work.lora)
         self.answers: dict[tuple, Any] = {}
+        forward = work.model, work.kind, work.sequence, work.dropout, work.lora
+        layout, rows = work.representative().layout, work.batch // work.microbatches
+        self._placed = _placed_arrays(*forward, layout, work.row_shards())
+        self._costs = _costs(*forward, work.frozen, layout, rows, work.dtype, work.platform, work.runs_kernels)
 
     @cached_property
     def trained(self) -> frozenset[int]:
@@ -33,54 +48,102 @@ class DeviceStep:
     @cached_property
     def layered(self) -> frozenset[str]:
         """The paths of the parameters that layers read."""
-        found = self.found
+        recorded = self.recording
         return frozenset(
-            found.parameters[value]
-            for use in found.uses
+            recorded.parameters[value]
+            for use in recorded.uses
             if use.layer is not None
             for value in use.operands
-            if value in found.parameters
+            if value in recorded.parameters
         )
 
     def trains(self, use: RecordedOp) -> bool:
-        """Return whether gradients pass an operation."""
+        """Return whether gradients pass a door."""
         return not self.trained.isdisjoint(use.results)
 
-    def operand(self, use: RecordedOp, index: int) -> tuple[int, ...]:
-        """Return the shape of an operand, for the rows of a microbatch."""
-        return self.work.shape(use.marker.operands[index], use.shapes[index], use.num_query_heads)
+    def cost(self, use: RecordedOp) -> DoorCost:
+        """Return what a door declares, for the rows of a microbatch."""
+        known = self._costs.get(use.results[0])
+        return (known or self._local_and_cost(use))[1]
 
-    def result(self, use: RecordedOp, index: int = 0) -> tuple[int, ...]:
-        """Return the shape of a result, for the rows of a microbatch."""
-        return self.work.shape(use.marker.results[index], use.result_shapes[index], use.num_query_heads)
+    def local(self, use: RecordedOp) -> Local:
+        """Return the arrays of a door, for the rows of a microbatch."""
+        return self._local_and_cost(use)[0]
 
-    def is_gathered(self, use: RecordedOp) -> bool:
-        """Return whether the matrix or table of an operation is gathered for it."""
-        return bool(self.gathered_over(use))
+    def _local_and_cost(self, use: RecordedOp) -> tuple[Local, DoorCost]:
+        key = use.results[0]
+        if (known := self._costs.get(key)) is not None:
+            return known
+        work = self.work
+        if key not in self._placed:
+            self._placed[key] = self._place(use)
+        operands, results = map(self._local_arrays, self._placed[key])
+        local = Local(operands, results, use.marker.options, work.platform, work.runs_kernels, work.kind == "train")
+        self._costs[key] = local, use.marker.door.declare(local)
+        return self._costs[key]
+
+    def _local_arrays(self, placed: Iterable[_PlacedArray]) -> tuple[LocalArray, ...]:
+        """Return arrays on this device, for the rows of a microbatch."""
+        rows, computing, trained = self.work.rows(), self.work.dtype, self.trained
+        return tuple(
+            LocalArray(
+                shape if batch is None else (*shape[:batch], rows, *shape[batch + 1 :]),
+                *(dtype or computing, sharded, value in trained),
+            )
+            for value, shape, batch, dtype, sharded in placed
+        )
+
+    def _place(self, use: RecordedOp) -> tuple[tuple[_PlacedArray, ...], tuple[_PlacedArray, ...]]:
+        """Return the operands and the results of a door, for any number of rows."""
+        work, heads = self.work, use.num_query_heads
+
+        def place(value: int, axes: Axes, shape: tuple[int, ...], dtype: str | None) -> _PlacedArray:
+            sharded = tuple(map(bool, work.placed(axes, shape, heads)))
+            batch = axes.index("batch") if "batch" in axes else None
+            return _PlacedArray(value, work.shape(axes, shape, heads), batch, dtype, sharded)
+
+        operands = zip(use.operands, use.marker.operands, use.shapes, use.dtypes, strict=True)
+        results = zip(use.results, use.marker.results, use.result_shapes, use.result_dtypes, strict=True)
+        return tuple(place(*each) for each in operands), tuple(place(*each) for each in results)
+
+    def weight(self, use: RecordedOp) -> int | None:
+        """Return the place of the first parameter among the operands of a door: a matrix, a table or a gain."""
+        parameters = self.recording.parameters
+        return next((i for i, value in enumerate(use.operands) if value in parameters), None)
 
     def gathered_over(self, use: RecordedOp) -> tuple[str, ...]:
-        """Return the mesh axes over which the matrix or table of an operation is gathered for it."""
-        i = int(use.name != "look_up")
-        return self.work.gathered_over(use.marker.operands[i], use.shapes[i])
+        """Return the mesh axes over which the first parameter of a door is gathered for it."""
+        i = self.weight(use)
+        return () if i is None else self.work.gathered_over(use.marker.operands[i], use.shapes[i])
+
+    def weight_bytes(self, use: RecordedOp) -> int:
+        """Return the bytes of the first parameter of a door, gathered."""
+        i = self.weight(use)
+        return 0 if i is None else self.local(use).operands[i].bytes
 
     def placed(self, use: RecordedOp, index: int) -> Placement:
-        """Return the mesh axes that shard each dimension of an operand as the operation reads it."""
+        """Return the mesh axes that shard each dimension of an operand as the door reads it."""
         return self.work.placed(use.marker.operands[index], use.shapes[index], use.num_query_heads)
 
-    def matrix(self, use: RecordedOp) -> int:
-        """Return the numbers of the matrix or table that an operation multiplies by or looks up, gathered."""
-        return math.prod(self.operand(use, int(use.name != "look_up")))
+    def contracted_over(self, use: RecordedOp) -> tuple[str, ...]:
+        """Return the mesh axes that shard what a door contracts, over which its result is summed."""
+        if (contracted := self.cost(use).contracted) is None:
+            return ()
+        operand, dimensions = contracted
+        placement = self.placed(use, operand)
+        return together(tuple(placement[i] for i in dimensions))
 
     @cached_property
-    def numbers(self) -> dict[int, int]:
-        """The size of each value that an operation reads or makes, but of parameters."""
-        found: dict[int, int] = {}
-        for use in self.found.uses:
-            for index, value in enumerate(use.operands):
-                if value not in found and value not in self.found.parameters:
-                    found[value] = math.prod(self.operand(use, index))
-            found.update({value: math.prod(self.result(use, i)) for i, value in enumerate(use.results)})
-        return found
+    def bytes(self) -> dict[int, int]:
+        """The bytes of each value that a door reads or makes, but of parameters."""
+        sizes: dict[int, int] = {}
+        for use in self.recording.uses:
+            local = self.local(use)
+            sizes.update({value: x.bytes for value, x in zip(use.results, local.results, strict=True)})
+            for value, x in zip(use.operands, local.operands, strict=True):
+                if value not in sizes and value not in self.recording.parameters:
+                    sizes[value] = x.bytes
+        return sizes
 
     def same(self, value: int) -> int:
         """Return the value whose buffer it is: what is whole already is not gathered."""
@@ -88,23 +151,36 @@ class DeviceStep:
 
     @cached_property
     def _aliases(self) -> dict[int, int]:
-        gathers = (use for use in self.found.uses if use.name == "gather")
-        pairs = ((use.results[0], use.operands[0]) for use in gathers)
-        return {whole: part for whole, part in pairs if self.numbers[whole] == self.numbers[part]}
+        relays = (use for use in self.recording.uses if self.cost(use).relays)
+        pairs = ((use.results[0], use.operands[0]) for use in relays)
+        return {whole: part for whole, part in pairs if self.bytes[whole] == self.bytes[part]}
 
     def copied_heads(self, use: RecordedOp) -> int:
         """Return the key/value heads of a product that several devices compute the same of; 0 where none do."""
-        if use.name != "linear" or use.num_query_heads is None:
+        product = self.cost(use).weight_product
+        if product is None or use.num_query_heads is None:
             return 0
-        size = dict(zip(use.marker.operands[1], use.shapes[1], strict=True))["kv_heads"]
+        size = dict(zip(use.marker.operands[product.weight], use.shapes[product.weight], strict=True)).get(
+            "kv_heads", 0
+        )
         return size if size % self.work.shards("act_heads", use.num_query_heads) else 0
 
-    def shares_norm(self, use: RecordedOp) -> tuple[str, ...]:
-        """Return the mesh axes that shard what a norm is over. Key/value heads are copied as query heads need them."""
-        return together(self.placed(use, 0)[-use.options["dimensions"] :])
+
+# What steps share of which a device computes the same: a search asks for many of them. The first result of a door is
+# its key.
 
 
-@functools.lru_cache(maxsize=2048)
+@functools.lru_cache(maxsize=256)
+def _placed_arrays(*_: Any) -> dict[int, tuple[tuple[_PlacedArray, ...], tuple[_PlacedArray, ...]]]:
+    return {}
+
+
+@functools.lru_cache(maxsize=128)
+def _costs(*_: Any) -> dict[int, tuple[Local, DoorCost]]:
+    return {}
+
+
+@functools.lru_cache(maxsize=128)
 def device_step(work: Workload) -> DeviceStep:
     """Return a device of a step."""
     return DeviceStep(work)
@@ -113,7 +189,7 @@ def device_step(work: Workload) -> DeviceStep:
 def replicated_kv_heads(work: Workload) -> list[int]:
     """Return the numbers of key/value heads that the mesh does not divide: several devices compute the same."""
     step = device_step(work)
-    return sorted({heads for use in step.found.uses if (heads := step.copied_heads(use))})
+    return sorted({heads for use in step.recording.uses if (heads := step.copied_heads(use))})
 
 
 @functools.lru_cache(maxsize=256)

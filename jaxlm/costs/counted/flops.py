@@ -29,24 +29,25 @@ class Flops(NamedTuple):
     executed: int
 
 
-def matmul_parameters(work: Workload) -> dict[tuple[str, str], int]:
-    """Return the number of parameters that multiply each token, by path and by the name of the operation."""
-    found, declared = device_step(work).found, work.parameters
-    products = {found.parameter(use): use.name for use in found.uses if use.name in operations.PRODUCTS}
-    return {(path, operation): math.prod(declared[path].shape) for path, operation in products.items()}
+def matmul_tokens(work: Workload) -> dict[str, int]:
+    """Return the tokens of a step that each parameter multiplies, by its path."""
+    device = device_step(replace(work, layout=Layout()).representative())
+    products = ((use, device.cost(use).weight_product) for use in device.recording.uses)
+    # Numbers of a row over those that a token has.
+    rows = {
+        device.recording.parameter(use): math.prod(use.shapes[0]) // each.product.k for use, each in products if each
+    }
+    return {path: work.batch * tokens for path, tokens in rows.items()}
 
 
 def napkin_flops(work: Workload) -> int:
     """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
-    # In a prefill only the last token of each prompt is unembedded.
-    read = {"logits": work.batch}
 
     def each(path: str) -> int:
         return 2 if work.kind != "train" else 4 if path in work.base else 6
 
-    return sum(
-        each(path) * n * read.get(operation, work.tokens) for (path, operation), n in matmul_parameters(work).items()
-    )
+    declared = work.parameters
+    return sum(each(path) * math.prod(declared[path].shape) * n for path, n in matmul_tokens(work).items())
 
 
 def flops(work: Workload) -> Flops:
@@ -65,6 +66,6 @@ def _flops(whole_step: Workload) -> Flops:
     model = causal = Fraction(0)
     for op in asked:
         if op.phase in ("forward", "backward"):
-            whole, seen = op.seen or (1, 1)
-            model, causal = model + op.times * op.flops * whole, causal + op.times * op.flops * seen
+            whole, visible = op.visible or (1, 1)
+            model, causal = model + op.times * op.flops * whole, causal + op.times * op.flops * visible
     return Flops(napkin_flops(whole_step), int(model), int(causal), executed)

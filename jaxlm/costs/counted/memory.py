@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxlm.costs.counted import kernel_costs, layer_memory, operations
+from jaxlm.costs.counted import layer_memory, operations
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.parameters import copied, slots
 from jaxlm.costs.counted.recorder import RecordedOp
@@ -141,9 +141,9 @@ def _sums(work: Workload, numbers: int) -> int:
 
 def _training(device: DeviceStep) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
-    work, found, representative = device.work, device.found, device_step(device.work.representative())
-    gradients, layers = _gradients(work), range(len(found.layers))
-    through = any(use.layer is not None and device.trains(use) for use in found.uses)
+    work, recording, representative = device.work, device.recording, device_step(device.work.representative())
+    gradients, layers = _gradients(work), range(len(recording.layers))
+    through = any(use.layer is not None and device.trains(use) for use in recording.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
     total, itemsize = sum(gradients.values()), work.itemsize
     held, sums, saved = trained(work), _sums(work, total), layer_memory.kept(representative) if through else 0
@@ -152,95 +152,74 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     for layer in layers:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
         yield Memory(
-            held.parameters + _gathered(device, found.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0
+            held.parameters + _gathered(device, recording.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0
         )
-    (use,) = (use for use in found.uses if use.name == "cross_entropy")
-    (tokens, labels), width = kernel_costs.logits(device, use), use.shapes[0][-1]
-    trains = found.parameter(use) in gradients
-    if chunked := kernel_costs.loss(device, use):
-        # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
-        around = saved + itemsize * (_stream(device, use) + 2 * tokens * width)
-        logits = chunked.tokens * chunked.labels * (4 + itemsize)
-        # Of one chunk it is made when the logits are gone.
-        whole_table = 4 * chunked.labels * width if chunked.chunks > 1 and trains else 0
-        # A table that is no copy in this dtype is copied to be padded.
-        if found.parameter(use) in work.base and chunked.labels > labels:
-            around += itemsize * chunked.labels * width
-        yield Memory(held.parameters + _tables(device), sums + whole_table, state, around, logits, 0)
-        waits, tables = 0, (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
-    else:
-        logits = tokens * labels
-        # A TPU makes an array of the logits' gradient for that of a table which is sharded over `fsdp`. Otherwise the
-        # products that read it compute it from the logits.
-        is_array = work.platform != "tpu" or (trains and device.is_gathered(use))
-        narrow = itemsize if is_array else 0
-        yield Memory(held.parameters + _tables(device), sums, state, saved, logits * (4 + narrow), 0)
-        # That of the unembedding comes after the layers, for which the narrow copy waits, or else the logits.
-        waits = logits * (narrow or 4) if trains and work.dtype != "float32" else 0
-        tables = 0
+    ((use, loss),) = ((use, loss) for use in recording.uses if (loss := device.cost(use).loss))
+    around, tables = saved, 0
+    if loss.gradients:  # with that of the residual
+        around += _ungathered(device, use) + loss.gradients
+        around += loss.padded_table if recording.parameter(use) in work.base else 0
+        tables = (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
+    is_array = loss.is_array or (recording.parameter(use) in gradients and device.gathered_over(use))
+    gradient = loss.gradient if is_array else 0
+    waiting = (gradient or loss.logits) if loss.waits else 0
+    yield Memory(held.parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
     for layer in layers if through else ():
-        uses, backward = found.by_layer[layer], layer_memory.backward(representative, layer)
-        gathered = _gathered(device, _of_module(uses, backward.at))
-        # The gradients of the last matrices wait to be added over `fsdp`.
-        waiting = [use for use in _last(uses) if found.parameter(use) in gradients]
-        made = sums + tables + itemsize * of_layers + _gathered(device, waiting)
-        yield Memory(held.parameters + gathered, made, state, saved + backward.bytes, waits, 0)
+        uses, backward = recording.by_layer[layer], layer_memory.backward(representative, layer)
+        gathered = _gathered(device, _of_module(device, uses, backward.at))
+        # The gradients of the last matrices wait to be summed.
+        last = [use for use in _last(device, uses) if recording.parameter(use) in gradients]
+        made = sums + tables + itemsize * of_layers + _gathered(device, last)
+        yield Memory(held.parameters + gathered, made, state, saved + backward.bytes, waiting, 0)
     yield Memory(4 * _trainable(work) + _base(work), sums or itemsize * total, state, 0, 0, 0)
 
 
-def _stream(device: DeviceStep, use: RecordedOp) -> int:
-    """Numbers of the stream that an operation reads gathered."""
-    gather = next(each for each in device.found.uses if each.name == "gather" and each.results[0] in use.operands)
-    return math.prod(device.operand(gather, 0))
+def _ungathered(device: DeviceStep, use: RecordedOp) -> int:
+    """Bytes of the residual that a door reads gathered, as it lies before."""
+    uses = device.recording.uses
+    relay = next(each for each in uses if device.cost(each).relays and each.results[0] in use.operands)
+    return device.local(relay).operands[0].bytes
 
 
 def _inference(device: DeviceStep) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
-    work, found, representative = device.work, device.found, device_step(device.work.representative())
+    work, recording, representative = device.work, device.recording, device_step(device.work.representative())
     held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
     cache = kv_cache(work) + _tiled_copies(work)
-    tables = [use for use in found.by_layer[None] if use.name in ("look_up", "logits")]
+    tables = [use for use in recording.by_layer[None] if device.weight(use) is not None]
     # A GPU gathers a tied table once for both of its uses.
-    kept = work.platform != "tpu" and len({found.parameter(use) for use in tables}) < len(tables)
+    kept = work.platform != "tpu" and len({recording.parameter(use) for use in tables}) < len(tables)
     held += _tables(device) if kept else 0
-    for layer in range(len(found.layers)):
-        uses, forward = found.by_layer[layer], layer_memory.forward(representative, layer, False)
+    for layer in range(len(recording.layers)):
+        uses, forward = recording.by_layer[layer], layer_memory.forward(representative, layer, False)
         peak, read = uses[forward.at], 0
-        if peak.name == "attention":  # the keys, then the values, of the layer
-            read = work.itemsize * math.prod(device.operand(peak, 1))
+        if device.cost(peak).products and device.weight(peak) is None:  # the keys, then the values, of the layer
+            read = device.local(peak).operands[1].bytes
         # With kernels a matrix is gathered shortly before it is used.
         gathered = _gathered(device, uses[forward.at :] if work.runs_kernels else uses)
         yield Memory(held + gathered, 0, 0, forward.bytes + read, 0, cache)
-    (use,) = (use for use in found.uses if use.name == "logits")
-    yield Memory(
-        held + (0 if kept else _tables(device)), 0, 0, 0, 4 * math.prod(kernel_costs.logits(device, use)), cache
-    )
+    logits = sum(device.cost(use).workspace.forward for use in recording.by_layer[None])
+    yield Memory(held + (0 if kept else _tables(device)), 0, 0, 0, logits, cache)
 
 
 def _gathered(device: DeviceStep, uses: Iterable[RecordedOp]) -> int:
-    """Bytes of the matrices of these operations, whole along `fsdp` while they are used."""
-    return sum(_whole(device, use) for use in uses if use.name == "linear")
+    """Bytes of the parameters that are gathered for these doors, whole while they are used."""
+    return sum(device.weight_bytes(use) for use in uses if device.gathered_over(use))
 
 
-def _whole(device: DeviceStep, use: RecordedOp) -> int:
-    """Bytes of the matrix of an operation if it is gathered along `fsdp`."""
-    return device.work.itemsize * device.matrix(use) if device.is_gathered(use) else 0
-
-
-def _of_module(uses: Sequence[RecordedOp], at: int) -> list[RecordedOp]:
-    """Return the operations of the module in which one stands, or of those before it that it reads from."""
-    if uses[at].name == "attention":
+def _of_module(device: DeviceStep, uses: Sequence[RecordedOp], at: int) -> list[RecordedOp]:
+    """Return the doors of the module in which one with a workspace stands, or the products before it that it reads."""
+    if device.cost(uses[at]).workspace.forward:
         return [use for use in uses if use.scope.startswith(uses[at].scope)]
-    return _last(uses)
+    return _last(device, uses)
 
 
-def _last(uses: Sequence[RecordedOp]) -> list[RecordedOp]:
-    """Return the products that read the last gathered stream of a layer."""
-    gathered = [use.results[0] for use in uses if use.name == "gather"]
-    return [use for use in uses if use.name == "linear" and use.operands[0] == gathered[-1]]
+def _last(device: DeviceStep, uses: Sequence[RecordedOp]) -> list[RecordedOp]:
+    """Return the products that read the last gathered residual of a layer."""
+    gathered = [use.results[0] for use in uses if device.cost(use).relays]
+    return [use for use in uses if device.cost(use).weight_product and use.operands[0] == gathered[-1]]
 
 
 def _tables(device: DeviceStep) -> int:
-    """Bytes of the larger table while it is whole along `fsdp`."""
-    uses = device.found.by_layer[None]
-    return max(_whole(device, use) for use in uses if use.name in ("look_up", "logits", "cross_entropy"))
+    """Bytes of the largest parameter outside of layers that is gathered, while it is whole."""
+    return max(_gathered(device, [use]) for use in device.recording.by_layer[None])

@@ -10,44 +10,29 @@ computes no more scores than are seen.
 
 import functools
 import itertools
-import math
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
-from jaxlm.costs.counted import attention, elementwise, kernel_costs
-from jaxlm.costs.counted.attention import Seen
-from jaxlm.costs.counted.device import DeviceStep
-from jaxlm.costs.counted.kernel_costs import Elementwise
+import jax
+import jax.numpy as jnp
+
+from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.recorder import RecordedOp
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, Product, VisibleFraction
 from jaxlm.training.optimizer import cost
 from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
 
-# Operations that multiply by a parameter.
-PRODUCTS = ("linear", "logits", "cross_entropy")
-
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
-
-
-class Product(NamedTuple):
-    """`batch` products [m, k] × [k, n] at once."""
-
-    batch: int
-    m: int
-    k: int
-    n: int
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.m * self.k * self.n
 
 
 class Operation(NamedTuple):
     """One operation on one device, which a step runs `times` times. FLOPs are those of its product, beside
     `elementwise` ones; `least_bytes` and `most_bytes` are the bracket of what it moves to and from memory each time. A
     `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares. Of a product
-    of attention's scores only those that are `seen` are asked for: a kernel skips the others."""
+    of attention's scores only those that are `visible` are asked for: a kernel skips the others."""
 
     scope: str
     phase: Phase
@@ -57,7 +42,7 @@ class Operation(NamedTuple):
     most_bytes: int
     elementwise: int = 0
     kernel: bool = False
-    seen: Seen | None = None
+    visible: VisibleFraction | None = None
 
     @property
     def flops(self) -> int:
@@ -66,7 +51,7 @@ class Operation(NamedTuple):
     @property
     def least_flops(self) -> float:
         """FLOPs that run at least."""
-        return float(self.seen.causal) * self.flops if self.kernel and self.seen else self.flops
+        return float(self.visible.causal) * self.flops if self.kernel and self.visible else self.flops
 
 
 def step(work: Workload) -> list[Operation]:
@@ -78,134 +63,128 @@ def step(work: Workload) -> list[Operation]:
 @functools.lru_cache(maxsize=1024)
 def _computed(work: Workload) -> tuple[Operation, ...]:
     """Return the operations of forward and backward pass on one device."""
-    device, each = DeviceStep(work), []
+    device, each = device_step(work), []
     again = run_again(device)
-    for use in device.found.uses:
-        products, parts = list(_products(device, use)), list(elementwise.parts(device, use))
-        forward = [*products, *(_beside(part, "forward") for part in parts)]
+    for use in device.recording.uses:
+        cost = device.cost(use)
+        products, parts = _products(device, use, cost), list(passes(device, use))
+        forward = [*products, *(_beside(use, part, "forward") for part in parts)]
         each += forward
         trains = device.trains(use)
         if work.remat != "none" and use.layer is not None:
-            made = not again.isdisjoint(use.results)
-            each += [op._replace(phase="rematerialised") for op in forward if _reruns(op, made) and (made or trains)]
+            reruns = not again.isdisjoint(use.results)
+            each += [
+                op._replace(phase="rematerialised") for op in forward if _reruns(op, reruns) and (reruns or trains)
+            ]
         if not trains:
             continue
-        each += _gradients(device, use, products)
-        each += [_beside(part, "backward") for part in parts]
+        each += _gradients(device, use, cost, products)
+        each += [_beside(use, part, "backward") for part in parts]
     return tuple(op._replace(times=op.times * work.microbatches) for op in each)
 
 
-def _gradients(device: DeviceStep, use: RecordedOp, products: Sequence[Operation]) -> Iterator[Operation]:
+def _gradients(
+    device: DeviceStep, use: RecordedOp, cost: DoorCost, products: Sequence[Operation]
+) -> Iterator[Operation]:
     """Yield the products that give the gradients of the operands which depend on something that trains."""
-    if products and products[0].kernel:
-        # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
-        # gradient of the weights, which is the first of the mixture's.
-        first, second = products
-        made = [op._replace(phase="backward", product=product) for op in products for product in _transposed(op)]
-        made += [op._replace(phase="rematerialised") for op in (first, first)]
-        made.append(second._replace(phase="rematerialised", product=_transposed(second)[0]))
-        yield from _kernel(attention.kernel(device, use).backward, *made)
+    if cost.kernel is not None:
+        backward = [
+            op._replace(phase="backward", product=product) for op in products for product in op.product.gradients()
+        ]
+        backward += [_operation(device, use, each)._replace(phase="rematerialised") for each in cost.kernel.again]
+        yield from _in_kernel(cost.kernel.costs.backward, backward)
         return
-    # Attention always has all its gradients; a loss in chunks adds up both of its own.
-    together = use.name == "attention" or (use.name == "cross_entropy" and kernel_costs.loss(device, use) is not None)
-    asked = [together or operand in device.trained for operand in use.operands[:2]]
-    for op in products:
-        gradients = itertools.compress(_transposed(op), asked)
+    trained = [operand in device.trained for operand in use.operands[:2]]
+    for op, declared in zip(products, cost.products, strict=True):
+        asked = (True, True) if declared.all_gradients else trained
+        gradients = itertools.compress(op.product.gradients(), asked)
         yield from (op._replace(phase="backward", product=product) for product in gradients)
-
-
-def _transposed(op: Operation) -> tuple[Product, Product]:
-    """Return the gradients of both operands of a product."""
-    batch, m, k, n = op.product
-    return Product(batch, m, n, k), Product(batch, k, m, n)
 
 
 def run_again(device: DeviceStep) -> set[int]:
     """Return the values that the backward pass makes again, from those that it reads."""
-    work, found, again = device.work, device.found, set()
+    work, recording, again = device.work, device.recording, set()
     if work.remat == "none" or not device.trained:
         return again
     kept = frozenset() if work.remat == "full" else frozenset(work.remat)
-    for layer in range(len(found.layers)):
-        uses = [use for use in found.by_layer[layer] if device.trains(use)]
-        again |= found.run_again(layer, [value for use in uses for value in saved(device, use)], kept)
+    for layer in range(len(recording.layers)):
+        uses = [use for use in recording.by_layer[layer] if device.trains(use)]
+        again |= recording.run_again(layer, [value for use in uses for value in saved(device, use)], kept)
     return again
 
 
 def saved(device: DeviceStep, use: RecordedOp) -> tuple[int, ...]:
-    """Return the values that the backward pass of an operation reads."""
-    match use.name:
-        case "linear":
-            return use.operands[:1] if use.operands[1] in device.trained else ()
-        case "attention":
-            return use.operands[:3] + (use.results if attention.kernel(device, use) else ())
-        case "norm":
-            return use.results[:1] if len(use.results) == 2 else use.operands[:1]
-        case "activation" | "gated":
-            return use.operands
-        case "elementwise":
-            return use.options["reads"]
-        case _:
-            return ()
+    """Return the values that the backward pass of a door reads."""
+    declared = device.cost(use).saved
+    return *(use.operands[i] for i in declared.operands), *(use.results[i] for i in declared.results)
 
 
-def _reruns(op: Operation, made: bool) -> bool:
-    """Return whether an operation of a layer runs again, whose result is `made` again or not.
+def _reruns(op: Operation, reruns: bool) -> bool:
+    """Return whether an operation of a layer runs again, whose result is computed again or not.
 
-    Of attention without a kernel the softmax's backward pass wants scores and mixture, whatever is kept. Loops of XLA
+    The backward pass of what stays inside of a door, as scores do, asks for it again, whatever is kept. Loops of XLA
     are fused into what reads them.
     """
-    return made or (not op.kernel and (op.product is None or op.seen is not None))
+    return reruns or (not op.kernel and (op.product is None or op.visible is not None))
 
 
-def _products(device: DeviceStep, use: RecordedOp) -> Iterator[Operation]:
-    itemsize = device.work.itemsize
-    if use.name in PRODUCTS:
-        if use.name == "linear":
-            inputs = len(device.operand(use, 0)) - 2
-            matrix = device.operand(use, 1)
-            tokens = math.prod(device.operand(use, 0)[:2])
-            k, n, out = math.prod(matrix[:inputs]), math.prod(matrix[inputs:]), itemsize
-        else:
-            tokens, n = kernel_costs.logits(device, use)
-            k, out = device.operand(use, 0)[-1], 4  # logits are float32
-        if use.name == "cross_entropy" and (loss := kernel_costs.loss(device, use)):
-            tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is padded, and so are the labels
-        moved = itemsize * (tokens * k + k * n) + out * tokens * n
-        path = device.found.parameter(use)
-        yield Operation(path, "forward", use.times, Product(1, tokens, k, n), moved, moved)
-    if use.name != "attention":
-        return
-    rows, T, S, K, G, H = attention.heads(device, use)
-    scopes, seen = (f"{use.scope}/scores", f"{use.scope}/mixture"), attention.seen(use)
-    kernel = attention.kernel(device, use)
-    for queries, keys in attention.attended(device, use):
-        products = Product(rows * K, G * queries, H, keys), Product(rows * K, G * queries, keys, H)
-        made = [
-            Operation(scope, "forward", use.times, product, 0, 0, seen=seen)
-            for scope, product in zip(scopes, products, strict=True)
-        ]
-        if kernel:
-            yield from _kernel(kernel.forward, *made)
-            continue
-        once, scores = itemsize * rows * (queries * G + keys) * K * H, rows * K * G * queries * keys
-        for op, each in zip(made, (4, itemsize), strict=True):
-            yield op._replace(least_bytes=once, most_bytes=once + each * scores)
+def _products(device: DeviceStep, use: RecordedOp, cost: DoorCost) -> list[Operation]:
+    """Return the products of a door in the forward pass."""
+    products = [_operation(device, use, each) for each in cost.products]
+    return products if cost.kernel is None else list(_in_kernel(cost.kernel.costs.forward, products))
 
 
-def _kernel(declared: KernelCost, *products: Operation) -> Iterator[Operation]:
-    """Yield the products of a kernel; what it declares besides them stands with the first."""
+def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Operation:
+    scope = _scope(use, declared.scope) if declared.weight is None else device.recording.parameter(use)
+    least, most = declared.bytes, declared.bytes + declared.unfused
+    return Operation(scope, "forward", use.times, declared.product, least, most, visible=declared.visible)
+
+
+def _in_kernel(declared: KernelCost, products: Sequence[Operation]) -> Iterator[Operation]:
+    """Yield the products of a kernel; the first has what the kernel declares besides them."""
     rest, moved = declared.flops - sum(op.flops for op in products), declared.bytes
     for op in products:
         yield op._replace(least_bytes=moved, most_bytes=moved, elementwise=rest, kernel=True)
         rest = moved = 0
 
 
-def _beside(part: Elementwise, phase: Phase) -> Operation:
+def passes(device: DeviceStep, use: RecordedOp) -> Iterator[Pass]:
+    """Yield the work of a door element by element, but for what XLA fuses away outside of layers."""
+    for each in device.cost(use).passes:
+        if each.fused_once and use.layer is None:
+            continue
+        if each.counted is None:
+            yield each
+        else:
+            function, operands, numbers = each.counted
+            once, gradient = _flops_per_number(function, operands)
+            forward = each.forward._replace(flops=each.forward.flops + once * numbers)
+            backward = each.backward._replace(flops=each.backward.flops + gradient * numbers)
+            yield each._replace(forward=forward, backward=backward)
+
+
+@functools.lru_cache(maxsize=256)
+def _flops_per_number(function: Callable[..., Any], operands: int) -> tuple[int, int]:
+    """Return the FLOPs of a function for one number of each of its operands, and those of its derivative."""
+
+    def both(*x: jax.Array) -> tuple:
+        y, pull_back = jax.vjp(function, *x)
+        return y, pull_back(y)
+
+    one = (jax.ShapeDtypeStruct((1,), jnp.float32),) * operands
+    once = count(function, *one).flops
+    return once, count(both, *one).flops - once
+
+
+def _beside(use: RecordedOp, part: Pass, phase: Phase) -> Operation:
     """Return the forward or backward operation. XLA's loops may be fused into a neighbour, a kernel is not."""
     each = part.backward if phase == "backward" else part.forward
-    least = each.bytes if part.kernel else 0
-    return Operation(part.scope, phase, part.times, None, least, each.bytes, each.flops, part.kernel)
+    least, times = each.bytes if part.kernel else 0, use.times * part.times
+    return Operation(_scope(use, part.scope), phase, times, None, least, each.bytes, each.flops, part.kernel)
+
+
+def _scope(use: RecordedOp, name: str) -> str:
+    return f"{use.scope}/{name}".strip("/")
 
 
 # For each number that trains, of AdamW. Other kinds, whose updates take 0.4 (SGD) to 1.6 times as many (Muon, besides

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
+from jax.extend.core.primitives import scan_p
 
 from jaxlm.costs.counted.axes import Dimensions, Factor, dimensions, factors, products_inside, through
 from jaxlm.inference.cache import empty_cache
@@ -25,6 +26,7 @@ from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.door import MARKER, Marker
+from jaxlm.models.doors.elementwise import BETWEEN_DOORS, READS
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.recording import recording
@@ -38,12 +40,6 @@ _COMPUTE = jnp.bfloat16
 
 # Equations that take a layer of a stacked parameter.
 _PARTS = frozenset({"dynamic_slice", "reshape", "squeeze"})
-
-# What a module computes number by number between doors, and what its backward pass reads: operands, or the result.
-_READS_OPERANDS = frozenset({"mul", "div", "max", "min", "pow", "integer_pow", "log", "sin", "cos", "abs", "select_n"})
-_READS_RESULT = frozenset({"exp", "exp2", "logistic", "tanh", "rsqrt", "sqrt", "erf"})
-_READS_NOTHING = frozenset({"add", "sub", "neg"})
-_ELEMENTWISE = _READS_OPERANDS | _READS_RESULT | _READS_NOTHING
 
 # Trees that are only read: a plan asks for the same one several times.
 abstract = functools.lru_cache(maxsize=8)(tree.abstract)
@@ -78,7 +74,7 @@ class RecordedOp(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the door."""
-        return self.marker.door
+        return self.marker.door.name
 
     @property
     def options(self) -> dict[str, Any]:
@@ -219,7 +215,7 @@ class _Reader:
                 results = self._use(eqn, known, here, times, layer)
             elif name in _PRODUCTS:
                 raise ValueError(f"{_place(here)} multiplies outside of the doors of a model (jaxlm.models.doors)")
-            elif name == "scan":
+            elif eqn.primitive is scan_p:
                 results = self._scan(eqn, [self.new() if each is None else each for each in operands], here, times)
             elif name in ("checkpoint", "remat2"):  # a layer: recordings show each as what may run again
                 inputs = [self.new() if each is None else self._copied(each) for each in operands]
@@ -279,17 +275,16 @@ class _Reader:
         self._axes[result] = axes
         if name == "broadcast_in_dim" and math.prod(shape) > math.prod(eqn.invars[0].aval.shape):
             self._broadcast.add(result)  # a view of fewer numbers
-        if name not in _ELEMENTWISE or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+        if name not in READS or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
             return results
         read = [
             (value, each)
             for value, each in zip(operands, eqn.invars, strict=True)
             if value in self._axes and value not in self._broadcast and tuple(each.aval.shape) == shape
         ]
-        reads = [value for value, _ in read] if name in _READS_OPERANDS else results if name in _READS_RESULT else []
         flat = tuple(factor.axis for factor in factors(axes))
         sizes = tuple(factor.size for factor in factors(axes))
-        marker = Marker("elementwise", (flat,) * len(read), (flat,), (("reads", tuple(reads)),))
+        marker = Marker(BETWEEN_DOORS, (flat,) * len(read), (flat,), (("equation", name),))
         values = tuple(value for value, _ in read), tuple(results), (sizes,) * len(read), (sizes,)
         dtypes = tuple(_dtype(each) for _, each in read), (_dtype(atom),)
         heads = self._query_heads.get(result)

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep, device_step
-from jaxlm.costs.counted.kernel_costs import logits, loss
-from jaxlm.costs.counted.operations import PRODUCTS, run_again, updates
+from jaxlm.costs.counted.operations import run_again, updates
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
+from jaxlm.models.doors.cost import Statistics
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL
-from jaxlm.models.parameters import RANK
 from jaxlm.parallel.rules import together
 
 
@@ -29,7 +28,7 @@ class Collective(NamedTuple):
 def collectives(work: Workload) -> list[Collective]:
     """Return all collectives of a step, except over axes of size 1."""
     step = device_step(work)
-    found = [*_parameters(step), *_stream(step), *_norms(step)]
+    found = [*_parameters(step), *_stream(step), *_statistics(step)]
     if work.kind == "train":
         found += [*_copies(step), *_adapters(step), *_sums(work), *_optimizer(work)]
     return [c for c in found if work.layout.over(c.axes) > 1 and c.times * c.bytes]
@@ -46,7 +45,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     replica has a loop of its own: there JAX 0.10's gathers it in each microbatch, a tied one for each of its
     three uses, and matrices that the backward pass computes with again in post-norm layers once more.
     """
-    work, found, train = device.work, device.found, device.work.kind == "train"
+    work, found, train = device.work, device.recording, device.work.kind == "train"
     each, summed = work.microbatches, _summed_each_microbatch(work)
 
     def scattered(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -54,23 +53,23 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
 
     tables: dict[str, list[RecordedOp]] = defaultdict(list)
     for use in found.by_layer[None]:
-        if use.name in ("look_up", *PRODUCTS) and device.is_gathered(use):
+        if device.gathered_over(use):
             tables[found.parameter(use)].append(use)
     for path, uses in tables.items():
-        once, whole = any(use.name == "look_up" for use in uses), work.itemsize * device.matrix(uses[0])
+        once, whole = any(not device.cost(use).products for use in uses), device.weight_bytes(uses[0])
         axes, trains = device.gathered_over(uses[0]), train and path not in work.frozen
         yield Collective("all-gather", axes, 1 if once else each, whole, path)
         yield Collective("reduce-scatter", scattered(axes), each * trains * len(uses), whole, path)
     for layer in range(len(found.layers)):
         groups: dict[tuple[str, ...], list[RecordedOp]] = defaultdict(list)
         for use in found.by_layer[layer]:
-            if use.name == "linear" and device.is_gathered(use):
+            if device.gathered_over(use):
                 groups[device.gathered_over(use)].append(use)
         for axes, products in groups.items():
             passes = 2 if any(map(device.trains, products)) else 1
             trained = [use for use in products if train and found.parameter(use) not in work.frozen]
             times = each * products[0].times
-            gathered, gradients = (work.itemsize * sum(map(device.matrix, uses)) for uses in (products, trained))
+            gathered, gradients = (sum(map(device.weight_bytes, uses)) for uses in (products, trained))
             yield Collective("all-gather", axes, times * passes, gathered, "layers")
             yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers")
     # Gradients of vectors are added up in float32.
@@ -82,9 +81,11 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
                 continue
             stored_over = {name for axis in use.marker.operands[i] for name in work.rules.over(axis)}
             left = tuple(name for name in summed if name not in stored_over)
-            itemsize = work.itemsize if (use.name, i) == ("linear", 1) else 4
+            product = device.cost(use).weight_product
+            is_matrix = product is not None and product.weight == i
+            array = device.local(use).operands[i].bytes * (1 if is_matrix else 4 // work.itemsize)
             parts = work.layout.over(name for name in summed if name in stored_over)
-            whole[path, left] = use.times * math.prod(device.operand(use, i)) * itemsize // parts
+            whole[path, left] = use.times * array // parts
     vectors: Counter[tuple[str, ...]] = Counter()
     for (_, left), size in whole.items():
         vectors[left] += size
@@ -98,17 +99,22 @@ def _summed_each_microbatch(work: Workload) -> tuple[str, ...]:
 
 
 def _adapters(device: DeviceStep) -> Iterator[Collective]:
-    """Over the axes that shard a layer, sums for adapters: the gradient of x·A where devices have parts of what B makes
-    of it, and that of B where each makes its part of a stream."""
-    work = device.work
-    for use in device.found.uses:
-        if use.name != "linear" or use.marker.operands[1][0] != RANK or not device.trains(use):
+    """Over the axes that shard a layer, sums of gradients that no gathered residual sums, as those of adapters: that of
+    what a product reads, where devices have parts of the result, and that of its matrix, where each has rows of its
+    own."""
+    work, uses = device.work, device.recording.uses
+    relayed = {use.results[0] for use in uses if device.cost(use).relays}
+    for use in uses:
+        product = device.cost(use).weight_product
+        if product is None or use.operands[0] in relayed or not device.trains(use):
             continue
-        times = work.microbatches * use.times
-        if axes := together(work.placed(use.marker.operands[1], use.shapes[1])):
-            yield Collective("all-reduce", axes, times, work.itemsize * math.prod(device.operand(use, 0)), "adapters")
-        elif axes := together(device.placed(use, 0)[1:2]):
-            yield Collective("all-reduce", axes, times, work.itemsize * device.matrix(use), "adapters")
+        times, contracted = work.microbatches * use.times, device.contracted_over(use)
+        stored = work.placed(use.marker.operands[product.weight], use.shapes[product.weight])
+        outputs = tuple(axis for axis in together(stored) if axis not in contracted)
+        if outputs:
+            yield Collective("all-reduce", outputs, times, device.local(use).operands[0].bytes, "adapters")
+        elif rows := together(device.placed(use, 0)[1:2]):
+            yield Collective("all-reduce", rows, times, device.weight_bytes(use), "adapters")
 
 
 def _copies(device: DeviceStep) -> Iterator[Collective]:
@@ -116,7 +122,7 @@ def _copies(device: DeviceStep) -> Iterator[Collective]:
     holds the matrices of all heads. Where one has one head, it adds its gradient to those of the same, and gathers the
     others; else the gradients of all copies are gathered. The sum is counted as if the devices with the same were all
     of the axis."""
-    work, found = device.work, device.found
+    work, found = device.work, device.recording
     for uses in found.by_layer.values():
         shared = [use for use in uses if device.copied_heads(use)]
         groups: Counter[tuple[int, tuple[str, ...]]] = Counter()
@@ -162,17 +168,15 @@ def _stream(device: DeviceStep) -> Iterator[Collective]:
     as TPUs do it; GPUs sum it whole, in float32."""
     work, again = device.work, run_again(device)
     counts: Counter[tuple[str, tuple[str, ...], int, str]] = Counter()
-    whole_sums = {use.operands[0] for use in device.found.uses if use.name == "cross_entropy" and loss(device, use)}
-    for use in device.found.uses:
-        times = work.microbatches * use.times
-        if use.name == "cross_entropy":
-            # The maximum of each token's logits; then, sent together, their sum and the one at its target.
-            tokens, _ = logits(device, use)
-            labels = together(device.placed(use, 1))
-            counts["all-reduce", labels, 4 * tokens, "loss"] += times
-            counts["all-reduce", labels, 2 * 4 * tokens, "loss"] += times
-        gathers, summed = use.name == "gather", _summed_over(device, use)
-        if not gathers and not summed:
+    uses = device.recording.uses
+    whole_sums = {use.operands[0] for use in uses if device.cost(use).sums_gradients}
+    for use in uses:
+        times, cost = work.microbatches * use.times, device.cost(use)
+        for each in cost.statistics:
+            if not each.every_pass:
+                counts["all-reduce", _shared_over(device, use, each), each.bytes, each.of] += times * each.times
+        summed = device.contracted_over(use)
+        if not cost.relays and not summed:
             continue
         whole = work.itemsize * math.prod(work.shape(GATHERED, use.result_shapes[0]))
         # The axes over which devices have parts of the stream that are gathered.
@@ -188,7 +192,7 @@ def _stream(device: DeviceStep) -> Iterator[Collective]:
 
         reruns = use.layer is not None and not again.isdisjoint(use.results)
         forward, trains = times * (1 + reruns), device.trains(use)
-        if gathers:
+        if cost.relays:
             counts["all-gather", parted, whole, "stream"] += forward
             if trains:
                 sums(_read_over(device, use.results[0]), use.results[0] not in whole_sums, times)
@@ -199,36 +203,32 @@ def _stream(device: DeviceStep) -> Iterator[Collective]:
         yield Collective(kind, axes, times, size, of)
 
 
-# Sums over the channels of each token that a norm asks for, in either direction.
-_STATISTICS = {"rms_norm": 1, "layer_norm": 2}
-
-
-def _norms(device: DeviceStep) -> Iterator[Collective]:
-    """Norms whose channels several devices share sum the statistics of each token over these, in float32. Those of the
-    queries and keys of a layer are sent together."""
+def _statistics(device: DeviceStep) -> Iterator[Collective]:
+    """Statistics that a door sums over the devices which share its operand, in every pass. Those of a layer are sent
+    together, as of its queries and keys."""
     again = run_again(device)
-    for uses in device.found.by_layer.values():
-        shared = [use for use in uses if use.name == "norm" and device.shares_norm(use)]
-        for use in shared[:1]:
+    for uses in device.recording.by_layer.values():
+        declared = [(use, each) for use in uses for each in device.cost(use).statistics if each.every_pass]
+        shared = [(use, each, axes) for use, each in declared if (axes := _shared_over(device, use, each))]
+        for use, first, axes in shared[:1]:
             passes = 1 + (not again.isdisjoint(use.results)) + device.trains(use)
-            times = device.work.microbatches * use.times * passes * _STATISTICS[use.options["operation"]]
-            bytes_ = sum(4 * math.prod(device.operand(each, 0)[:2]) for each in shared)
-            yield Collective("all-reduce", device.shares_norm(use), times, bytes_, "norms")
+            times = device.work.microbatches * use.times * passes * first.times
+            yield Collective("all-reduce", axes, times, sum(each.bytes for _, each, _ in shared), first.of)
 
 
-def _summed_over(device: DeviceStep, use: RecordedOp) -> tuple[str, ...]:
-    """Return the mesh axes that shard what an operation contracts, over which its result is summed."""
-    if use.name == "look_up":
-        return together(device.placed(use, 0)[:1])
-    if use.name != "linear":
-        return ()
-    inputs = len(use.shapes[0]) - 2
-    return together(device.placed(use, 1)[:inputs])
+def _shared_over(device: DeviceStep, use: RecordedOp, statistics: Statistics) -> tuple[str, ...]:
+    """Return the mesh axes over which statistics are summed."""
+    placement = device.placed(use, statistics.operand)
+    return together(tuple(placement[i] for i in statistics.dimensions))
 
 
 def _read_over(device: DeviceStep, value: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard the outputs of the products which read a stream: its gradient is summed over
+    """Return the mesh axes that shard the outputs of the products which read a residual: its gradient is summed over
     them."""
-    reads = [use for use in device.found.uses if use.name in PRODUCTS and use.operands[0] == value]
-    axes = (axis for use in reads for axis in together(device.placed(use, 1)) if axis not in _summed_over(device, use))
+    axes: list[str] = []
+    for use in device.recording.uses:
+        product = device.cost(use).weight_product
+        if product is not None and use.operands[0] == value:
+            contracted = device.contracted_over(use)
+            axes += [axis for axis in together(device.placed(use, product.weight)) if axis not in contracted]
     return device.work.several(axes)

@@ -77,9 +77,9 @@ def napkin_flops(setting: CaseSetting, tokens: float) -> float:
 def attention_crossover(setting: CaseSetting) -> float:
     """Tokens at which attention's own products, which grow quadratically, cost as much as its projections."""
     forward = [op for op in operations.step(setting.work) if op.phase == "forward"]
-    modules = {op.scope.rpartition("/")[0] for op in forward if op.seen}
+    modules = {op.scope.rpartition("/")[0] for op in forward if op.visible}
     of_modules = [op for op in forward if op.product and op.scope.rpartition("/")[0] in modules]
-    attention = sum(op.times * op.flops for op in of_modules if op.seen)
+    attention = sum(op.times * op.flops for op in of_modules if op.visible)
     projections = sum(op.times * op.flops for op in of_modules) - attention
     return setting.work.sequence * projections / attention
 

@@ -1,18 +1,34 @@
 """Attention over the keys and values of a cache's view."""
 
-from typing import Any
+import functools
+import math
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import kernels
+from jaxlm.models.doors.cost import (
+    DoorCost,
+    DoorProduct,
+    Local,
+    Loop,
+    Product,
+    ProductKernel,
+    Saved,
+    VisibleFraction,
+    Workspace,
+    loop,
+)
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import HEADS, KV_HEADS
 from jaxlm.models.views import CacheView, PagedView
 from jaxlm.parallel.partition import constrain
 from kernels_pallas import flash_attention
-from kernels_pallas.flash_attention import KeyRange
+from kernels_pallas.core.launch import KernelCosts
+from kernels_pallas.flash_attention import KeyRange, causal_chunks, costs, runs_kernel
 from kernels_pallas.paged_attention import paged_attention
 
 
@@ -47,7 +63,124 @@ def _signature(
     return Signature(_operands(query_BTNH, view), [(attended, HEADS)], options, name="attention")
 
 
-@door(_signature, pinned=True)
+_SOFTMAX = Loop(5.5, 3, 1), Loop(4, 4, 2)
+_SOFT_CAP = Loop(3, 1, 0), Loop(5, 1, 0)  # within the loop of what it caps, which keeps the slope
+_MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of an attention on one device: sequences, query and key tokens, key/value heads, the query heads that
+    share each, and their channels."""
+
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int
+    H: int
+
+
+def _declare(local: Local) -> DoorCost:
+    query, key, _ = local.operands[:3]
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    sizes = _Sizes(B, T, S, K, N // K, H)
+    kernel = _kernel_costs(local.platform, sizes, query.dtype) if local.kernels else None
+    return _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
+
+
+def _parts(local: Local, sizes: _Sizes) -> list[tuple[int, int]]:
+    """Return queries and keys of each sequence between which XLA computes scores, part by part: on a CPU training
+    computes attention in chunks (`kernels_pallas.flash_attention.causal_chunks`)."""
+    if local.platform == "cpu" and local.training:
+        return [(end - first, end) for first, end in causal_chunks.bounds(sizes.T)]
+    return [(sizes.T, sizes.S)]
+
+
+def _products(sizes: _Sizes, queries: int, keys: int, visible: VisibleFraction) -> tuple[DoorProduct, DoorProduct]:
+    """Return the product that gives the scores of these queries and keys, and that of weights and values."""
+    B, _, _, K, G, H = sizes
+    scores, pv = Product(B * K, G * queries, H, keys), Product(B * K, G * queries, keys, H)
+    return (
+        DoorProduct(scores, 0, scope="scores", all_gradients=True, visible=visible),
+        DoorProduct(pv, 0, scope="pv", all_gradients=True, visible=visible),
+    )
+
+
+def visible_fraction(queries: int, keys: int, window: int | None) -> VisibleFraction:
+    """Return the fractions of scores that a token sees: half of them without a window. One token sees its whole
+    window."""
+    size = min(window or keys, keys)
+    whole = Fraction(size, keys)
+    return VisibleFraction(whole, whole if queries == 1 else Fraction(size * (2 * keys - size), 2 * keys * keys))
+
+
+def _by_kernel(local: Local, sizes: _Sizes, costs: KernelCosts) -> DoorCost:
+    """Return the cost of attention in a kernel: one for the queries' gradient, one for the keys' and the values'. Both
+    compute scores again, and the gradient of the weights, which is the first of the second product's."""
+    (result,) = local.results
+    first, second = _products(sizes, sizes.T, sizes.S, visible_fraction(sizes.T, sizes.S, local.options["window"]))
+    weights = second._replace(product=second.product.gradients()[0])
+    log_sums = 4 * math.prod(result.shape[:-1])
+    return DoorCost(
+        products=(first, second),
+        kernel=ProductKernel(costs, (first, first, weights)),
+        # The kernel has its result in another order than the product that reads it.
+        saved=Saved((0, 1, 2), (0,), bytes=result.bytes, with_result=log_sums),
+    )
+
+
+def _by_xla(local: Local, sizes: _Sizes) -> DoorCost:
+    """Return the cost of attention whose scores go through memory."""
+    (query, key, _), (result,) = local.operands[:3], local.results
+    B, T, S, K, G, H = sizes
+    itemsize, window, cap = query.itemsize, local.options["window"], bool(local.options["soft_cap"])
+    visible, products, scores = visible_fraction(T, S, window), [], 0
+    for queries, keys in _parts(local, sizes):
+        once, numbers = itemsize * B * (queries * G + keys) * K * H, B * K * G * queries * keys
+        for product, each in zip(_products(sizes, queries, keys, visible), (4, itemsize), strict=True):
+            products.append(product._replace(bytes=once, unfused=each * numbers))
+        scores += numbers
+    passes = [loop(_SOFTMAX, query, "softmax", scores)]
+    passes += [loop(_SOFT_CAP, query, "softmax", scores)] * cap
+    passes.append(loop(_MOVED, query, "heads", 2 * (query.numbers + key.numbers)))  # in front of the sequence and back
+    # Slopes of a cap are kept, and a mask unless all layers have the same.
+    kept = 4 * result.numbers + (itemsize + 4 + 4 * cap) * scores
+    return DoorCost(
+        products=tuple(products),
+        passes=tuple(passes),
+        saved=Saved((0, 1, 2), bytes=kept, shared=(window, scores)),
+        workspace=_workspace(local, scores),
+    )
+
+
+def _workspace(local: Local, scores: int) -> Workspace:
+    """Return the bytes of scores that XLA works with at once, and of its float32 result.
+
+    XLA for a TPU makes weights of float32 scores within the product that reads them, and the mask an array of their
+    size; for a GPU it makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's
+    values. The backward pass has a gradient, scores, and weights besides them where they are no copy.
+    """
+    (result,), itemsize = local.results, local.operands[0].itemsize
+    is_tpu = local.platform == "tpu"
+    weights = 0 if is_tpu or itemsize == 4 else itemsize
+    attended = 0 if is_tpu else 4 * result.numbers
+    forward, keeping = (5, 5) if is_tpu else (4 + itemsize, 13)
+    backward = scores * (itemsize + 4)
+    return Workspace(scores * forward + attended, backward + scores * weights, (scores * keeping + attended, backward))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel_costs(platform: str, sizes: _Sizes, dtype: str) -> KernelCosts | None:
+    """Return the cost of the kernel with all scores visible; None if XLA runs it instead: with few queries, or with a
+    head dim that the platform's kernel does not take."""
+    B, T, S, K, G, H = sizes
+    key, query = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, S, K, H), (B, T, K * G, H)))
+    if not runs_kernel(platform, query, key, key):
+        return None
+    return costs(query, key, key, implementation="triton")  # kernels for TPUs cost the same
+
+
+@door(_signature, _declare, pinned=True)
 def attention(
     query_BTNH: jax.Array,
     view: CacheView | PagedView,

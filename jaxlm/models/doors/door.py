@@ -1,7 +1,11 @@
-"""The decorator that makes a function a door: recorded while a recording is made, computed otherwise."""
+"""The decorator that makes a function a door: recorded while a recording is made, computed otherwise.
+
+A door is a file with two functions: one that computes, and one that declares what that costs.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
@@ -10,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from jaxlm.models.doors.cost import DoorCost, Local
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.parameters import scope
 from jaxlm.models.recording import is_recording
@@ -35,14 +40,24 @@ class Signature(NamedTuple):
     name: str | None = None
 
 
-class Marker(NamedTuple):
-    """One use of a door in a recording: its name, the logical axes of its operands and results, and its options."""
+@dataclass(frozen=True, eq=False)
+class Door:
+    """An operation through which models compute; `declare` gives its cost on one device."""
 
-    door: str
+    name: str
+    declare: Callable[[Local], DoorCost]
+
+
+class Marker(NamedTuple):
+    """One use of a door in a recording, with the logical axes of its operands and results, and its options."""
+
+    door: Door
     operands: tuple[Axes, ...]
     results: tuple[Axes, ...]
     options: tuple[tuple[str, Any], ...] = ()
 
+
+DOORS: dict[str, Door] = {}  # by name
 
 MARKER = Primitive("door")
 MARKER.multiple_results = True
@@ -50,7 +65,11 @@ MARKER.def_abstract_eval(lambda *operands, marker, results: list(results))
 
 
 def door(
-    signature: Callable[P, Signature], *, name: str | None = None, pinned: bool = False
+    signature: Callable[P, Signature],
+    declare: Callable[[Local], DoorCost],
+    *,
+    name: str | None = None,
+    pinned: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return the decorator of a function of arrays through which models compute.
 
@@ -58,19 +77,20 @@ def door(
 
     Args:
       signature: takes the arguments of the function.
+      declare: gives the cost of one use on one device.
       name: of the door; that of the function where None.
       pinned: the sharding of the result is constrained by its logical axes.
     """
 
     def decorate(compute: Callable[P, R]) -> Callable[P, R]:
-        named = name or compute.__name__
+        made = DOORS[name or compute.__name__] = Door(name or compute.__name__, declare)
 
         @functools.wraps(compute)
         def inner(*arguments: P.args, **options: P.kwargs) -> R:
             use = signature(*arguments, **options)
             with scope(use.of):
                 if is_recording():
-                    results = _record(named, use)
+                    results = _record(made, use)
                     return cast(R, results[0] if len(results) == 1 else tuple(results))
                 result = compute(*arguments, **options)
                 return cast(R, constrain(cast(jax.Array, result), *use.results[0][1])) if pinned else result
@@ -80,11 +100,11 @@ def door(
     return decorate
 
 
-def _record(name: str, use: Signature) -> list[jax.Array]:
+def _record(door: Door, use: Signature) -> list[jax.Array]:
     """Put a marker into the jaxpr and return its results."""
     operands = [(x, axes) for x, axes in use.operands if x is not None]
     axes = tuple(axes for _, axes in operands), tuple(axes for _, axes in use.results)
-    marker = Marker(name, *axes, tuple(sorted(use.options.items())))
+    marker = Marker(door, *axes, tuple(sorted(use.options.items())))
     shapes = tuple(ShapedArray(x.shape, x.dtype) for x, _ in use.results)
     results = MARKER.bind(*(x for x, _ in operands), marker=marker, results=shapes)
     return results if use.name is None else [checkpoint_name(x, use.name) for x in results]

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Loop, Product, Saved, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.elementwise import scale
 from jaxlm.models.doors.gather import gather
@@ -89,10 +90,27 @@ def _signature(
     weights = [(p[...], axes_of(p)) for p in (matrix, bias) if p is not None]
     y = jax.ShapeDtypeStruct((*x.shape[: x.ndim - inputs], *outputs), x.dtype)
     operands = [(x, (*rows, *(f"act_{axis}" for axis in matrix.inputs))), *weights]
-    return Signature(operands, [(y, axes)], {"num_query_heads": num_query_heads}, of=matrix)
+    return Signature(operands, [(y, axes)], {"num_query_heads": num_query_heads, "inputs": inputs}, of=matrix)
 
 
-@door(_signature, name="linear")
+_BIAS = Loop(0, 0, 2), Loop(0, 0, 2)  # its FLOPs are in those of what it is fused into
+
+
+def _declare(local: Local) -> DoorCost:
+    x, matrix, *bias = local.operands
+    (y,) = local.results
+    inputs = local.options["inputs"]
+    rows, k, n = math.prod(x.shape[:-inputs]), math.prod(matrix.shape[:inputs]), math.prod(matrix.shape[inputs:])
+    moved = x.itemsize * rows * k + matrix.itemsize * k * n + y.itemsize * rows * n
+    return DoorCost(
+        products=(DoorProduct(Product(1, rows, k, n), moved, weight=1),),
+        passes=tuple(loop(_BIAS, y, "bias", rows * n) for _ in bias),
+        saved=Saved((0,) if matrix.is_trained else ()),
+        contracted=(1, range(inputs)),
+    )
+
+
+@door(_signature, _declare, name="linear")
 def _product(
     x: jax.Array,
     matrix: nnx.Param,

@@ -1,9 +1,12 @@
 """Logits: the unembedding of the normalised residual."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Product, Workspace
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.gather import gather
 from jaxlm.models.logical_axes import GATHERED, Axes
@@ -25,10 +28,30 @@ def _signature(hidden_BTD: jax.Array, table: nnx.Param, soft_cap: float | None) 
     size = table.shape[table.axes.index("vocab")]
     logits_BTV = jax.ShapeDtypeStruct((*hidden_BTD.shape[:2], size), jnp.float32)
     operands = [(hidden_BTD, GATHERED), (table[...], table.axes)]
-    return Signature(operands, [(logits_BTV, LOGITS)], {"soft_cap": soft_cap}, of=table)
+    return Signature(
+        operands, [(logits_BTV, LOGITS)], {"soft_cap": soft_cap, "labels": table.axes.index("vocab")}, of=table
+    )
 
 
-@door(_signature, name="logits", pinned=True)
+def unembedding(local: Local) -> Product:
+    """Return the product of hidden numbers and a table."""
+    hidden, table = local.operands[:2]
+    return Product(1, math.prod(hidden.shape[:-1]), hidden.shape[-1], table.shape[local.options["labels"]])
+
+
+def with_traffic(product: Product, local: Local) -> DoorProduct:
+    """Return a product of hidden numbers and a table with the bytes that it moves: logits are float32."""
+    (hidden, table), (_, tokens, width, labels) = local.operands[:2], product
+    moved = hidden.itemsize * tokens * width + table.itemsize * width * labels + 4 * tokens * labels
+    return DoorProduct(product, moved, weight=1)
+
+
+def _declare(local: Local) -> DoorCost:
+    product = unembedding(local)
+    return DoorCost((with_traffic(product, local),), workspace=Workspace(forward=4 * product.m * product.n))
+
+
+@door(_signature, _declare, name="logits", pinned=True)
 def _logits(hidden_BTD: jax.Array, table: nnx.Param, soft_cap: float | None) -> jax.Array:
     flat = not is_sharded("residual")
     return xla.logits(hidden_BTD, table[...], is_tied(table), soft_cap=soft_cap, flat=flat)

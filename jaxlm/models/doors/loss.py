@@ -7,12 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models import kernels
+from jaxlm.models.doors.cost import DoorCost, Local, Loop, LossWorkspace, Product, Statistics, launched, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.gather import gather
-from jaxlm.models.doors.logits import is_tied
+from jaxlm.models.doors.logits import is_tied, unembedding, with_traffic
 from jaxlm.models.logical_axes import GATHERED
 from jaxlm.parallel.partition import mesh_around, partition, rules_around
 from kernels_pallas import linear_cross_entropy
+from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.linear_cross_entropy import chunks
+from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
 
 
 def cross_entropy(
@@ -61,10 +65,55 @@ def _signature(
     of_tokens = jax.ShapeDtypeStruct(targets_BT.shape, jnp.float32), rows
     results = [(jax.ShapeDtypeStruct((), jnp.float32), ()), of_tokens] if reduction == "sum" else [of_tokens]
     operands = [(hidden_BTD, GATHERED), (table[...], table.axes), (targets_BT, rows)]
-    return Signature(operands, results, {"soft_cap": soft_cap}, of=table)
+    return Signature(operands, results, {"soft_cap": soft_cap, "labels": table.axes.index("vocab")}, of=table)
 
 
-@door(_signature, name="cross_entropy")
+_LOOP = Loop(5, 2, 0), Loop(2, 2, 0)
+_SOFT_CAP = Loop(3, 1, 0), Loop(5, 1, 0)  # within the loop of what it caps, which keeps the slope
+
+
+def _declare(local: Local) -> DoorCost:
+    product, cap = unembedding(local), local.options["soft_cap"]
+    _, tokens, _, labels = product
+    # The maximum of each token's logits; then, sent together, their sum and the one at its target.
+    over = range(local.options["labels"], local.options["labels"] + 1)
+    statistics = tuple(Statistics(1, over, n * 4 * tokens, "loss") for n in (1, 2))
+    if local.kernels and tokens * labels >= chunks.WORTHWHILE:
+        return _in_chunks(local, product)._replace(statistics=statistics)
+    hidden, table = local.operands[:2]
+    passes = [loop(_LOOP, hidden, "loss", tokens * labels)]
+    passes += [loop(_SOFT_CAP, hidden, "loss", tokens * labels)] * bool(cap)
+    loss = LossWorkspace(
+        4 * tokens * labels,
+        hidden.itemsize * tokens * labels,
+        is_array=local.platform != "tpu",
+        waits=table.is_trained and hidden.dtype != "float32",
+    )
+    return DoorCost((with_traffic(product, local),), passes=tuple(passes), loss=loss, statistics=statistics)
+
+
+def _in_chunks(local: Local, product: Product) -> DoorCost:
+    """Return the cost of a loss in chunks of tokens, which makes its gradients in the forward pass; the last chunk is
+    padded, and so are the labels."""
+    hidden, table = local.operands[:2]
+    _, all_tokens, width, all_labels = product
+    (number, tokens), labels = chunks.chunk(all_tokens, all_labels), chunks.padded(all_labels)
+    padded = with_traffic(Product(1, number * tokens, width, labels), local)._replace(all_gradients=True)
+    sizes = tokens, labels, local.options["soft_cap"]
+    once = KernelCost(*map(sum, zip(statistics_cost(*sizes), gradient_cost(*sizes, hidden.dtype), strict=True)))
+    loss = LossWorkspace(
+        logits=4 * tokens * labels,
+        gradient=hidden.itemsize * tokens * labels,
+        gradients=2 * hidden.itemsize * all_tokens * width,
+        # The gradient of one chunk is made when its logits are gone.
+        table_sum=4 * labels * width if number > 1 and table.is_trained else 0,
+        padded_table=table.itemsize * labels * width if labels > all_labels else 0,
+    )
+    passes = (launched(KernelCosts(once, KernelCost()), "loss", number),)
+    return DoorCost((padded,), passes=passes, loss=loss, sums_gradients=True)
+
+
+@door(_signature, _declare, name="cross_entropy")
 def _cross_entropy(
     hidden_BTD: jax.Array,
     table: nnx.Param,

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.models import kernels
+from jaxlm.models.doors.cost import DoorCost, InPlace, Local, Loop, Pass, launched, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
 from kernels_pallas import rotary_embedding
+from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.rotary_embedding import costs
 
 
 class RopeTable(NamedTuple):
@@ -31,7 +34,23 @@ def _signature(x_BTNH: jax.Array, axes: Axes, table: RopeTable) -> Signature:
     return Signature([(x_BTNH, axes), (table.cos, angles), (table.sin, angles)], [(x_BTNH, axes)])
 
 
-@door(_signature, name="rope")
+_LOOP = Loop(0, 0, 2), Loop(0, 0, 2)  # its FLOPs are in those of the softmax
+
+
+def _declare(local: Local) -> DoorCost:
+    x = local.operands[0]
+    if not local.kernels:
+        return DoorCost(passes=(loop(_LOOP, x, "rope"),), in_place=InPlace(backward=True))
+    angles = [each.abstract for each in local.operands[1:]]
+    first = x._replace(shape=(*x.shape[:-1], 2 * angles[0].shape[-1]))
+    passes = [launched(costs(first.abstract, *angles), "rope")]
+    if first.numbers < x.numbers:  # the kernel's operand is cut out, and its result joined with the others
+        moved = KernelCost(bytes=2 * (first.bytes + x.bytes))
+        passes.append(Pass(moved, moved, "rope"))
+    return DoorCost(passes=tuple(passes))
+
+
+@door(_signature, _declare, name="rope")
 def _rotate(x_BTNH: jax.Array, axes: Axes, table: RopeTable) -> jax.Array:
     width, angles = 2 * table.cos.shape[-1], (*axes[:2], None)
     first = x_BTNH if width == x_BTNH.shape[-1] else x_BTNH[..., :width]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models.doors.cost import DoorCost
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
 
@@ -72,7 +73,7 @@ def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs:
     return Signature(operands, results, {"recurrence": recurrence.chunk, "size": recurrence.size})
 
 
-@door(_signature, name="scan")
+@door(_signature, lambda local: DoorCost(), name="scan")
 def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> tuple[jax.Array, ...]:
     """Return the outputs [B, T, …] and the states after the last token, in their order."""
     (B, T), arrays = rows.is_token_BC.shape, tuple(x for x, _ in inputs)

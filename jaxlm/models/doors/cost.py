@@ -1,0 +1,303 @@
+"""The declaration of a door's cost: what it is told of one device, and what it says.
+
+A door knows the shapes and dtypes of its arrays on one device, the platform and whether kernels run there; it knows no
+mesh, no batch and no rematerialisation. What XLA keeps and fuses was read from its programs (`jaxlm.lowering.buffers`),
+and stands beside the door it is of.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.core.launch import KernelCost, KernelCosts
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+class LocalArray(NamedTuple):
+    """An array on one device, of the rows that it computes at once.
+
+    Attributes:
+      shape, dtype: there.
+      sharded: of each dimension, whether other devices have other parts of it.
+      is_trained: gradients reach it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    sharded: tuple[bool, ...]
+    is_trained: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """The numbers of the array."""
+        return math.prod(self.shape)
+
+    @property
+    def abstract(self) -> Any:
+        """The shape and dtype, as the costs of kernels take an array."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return _itemsize(self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the array."""
+        return self.numbers * self.itemsize
+
+
+class Local(NamedTuple):
+    """One use of a door on one device."""
+
+    operands: tuple[LocalArray, ...]
+    results: tuple[LocalArray, ...]
+    settings: tuple[tuple[str, Any], ...]
+    platform: Literal["gpu", "tpu", "cpu"]
+    kernels: bool  # those of kernels_pallas run, wherever they serve
+    training: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the door's signature."""
+        return dict(self.settings)
+
+
+class Product(NamedTuple):
+    """`batch` products [m, k] × [k, n] at once."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.k * self.n
+
+    def gradients(self) -> tuple["Product", "Product"]:
+        """Return the products that give the gradients of both operands."""
+        return Product(self.batch, self.m, self.n, self.k), Product(self.batch, self.k, self.m, self.n)
+
+
+class VisibleFraction(NamedTuple):
+    """The fraction of the scores of all queries and keys that windows leave, and that causality leaves besides."""
+
+    whole: Fraction
+    causal: Fraction
+
+
+class DoorProduct(NamedTuple):
+    """A matrix product of a door.
+
+    Attributes:
+      product: its sizes on one device.
+      bytes: of what it reads and writes at least.
+      unfused: bytes more that it moves where its result goes through memory between it and what is fused into it.
+      weight: the operand of the door that it multiplies by, where that is a parameter.
+      scope: in that of the door.
+      all_gradients: both of its gradients are computed, whoever asks for one.
+      visible: of its scores, which stay inside the door: the backward pass asks for them again, whatever is kept.
+    """
+
+    product: Product
+    bytes: int
+    unfused: int = 0
+    weight: int | None = None
+    scope: str = ""
+    all_gradients: bool = False
+    visible: VisibleFraction | None = None
+
+
+class ProductKernel(NamedTuple):
+    """A kernel that computes all products of a door. `again`: those that its backward pass computes besides their
+    gradients."""
+
+    costs: KernelCosts
+    again: tuple[DoorProduct, ...]
+
+
+class Loop(NamedTuple):
+    """The cost of a loop of XLA's per number of an array: FLOPs, and reads and writes in `float32` and in the array's
+    dtype (`narrow`)."""
+
+    flops: float
+    float32: float
+    narrow: float
+
+    def over(self, numbers: int, itemsize: int) -> KernelCost:
+        """Return the cost over so many numbers of `itemsize` bytes."""
+        moved = numbers * (4 * self.float32 + itemsize * self.narrow)
+        return KernelCost(flops=round(numbers * self.flops), bytes=round(moved))
+
+
+class CountedFunction(NamedTuple):
+    """A function of so many float32 numbers whose FLOPs are counted in its jaxpr, as those of its derivative are; for
+    each of so many `numbers`."""
+
+    function: Callable[..., Any]
+    operands: int
+    numbers: int
+
+
+class Pass(NamedTuple):
+    """Work element by element in `times` loops: one of XLA's, which may be fused into a neighbour, or a kernel.
+
+    Attributes:
+      forward, backward: the cost of one.
+      scope: in that of the door.
+      counted: adds its FLOPs to both.
+      fused_once: outside of layers, where it is done once, XLA fuses it into what reads it.
+    """
+
+    forward: KernelCost
+    backward: KernelCost
+    scope: str = ""
+    times: int = 1
+    kernel: bool = False
+    counted: CountedFunction | None = None
+    fused_once: bool = False
+
+
+class Saved(NamedTuple):
+    """The values that the backward pass reads.
+
+    Attributes:
+      operands, results: by index.
+      instead: bytes that are kept in the place of these values, where everything is kept.
+      bytes: kept besides them.
+      with_result: bytes kept with the result wherever that is.
+      masks: bytes of random masks, which stay whatever runs again.
+      shared: a key and the bytes of an array that layers of one key have in common: it is kept for each layer where the
+        keys of a model differ.
+    """
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    instead: int = 0
+    bytes: int = 0
+    with_result: int = 0
+    masks: int = 0
+    shared: tuple[Any, int] | None = None
+
+
+class Workspace(NamedTuple):
+    """Bytes that a door needs at once besides its operands and results; where there are any, they are more than all
+    else in its layer. `keeping`: those of the forward pass where all is kept that the backward pass reads, and those of
+    that backward pass."""
+
+    forward: int = 0
+    backward: int = 0
+    keeping: tuple[int, int] = (0, 0)
+
+
+class LossWorkspace(NamedTuple):
+    """Memory of a loss in training.
+
+    Attributes:
+      logits: bytes of those that are there at once, without their gradient.
+      gradient: bytes of that in an array.
+      is_array: whether it is one; otherwise the products that read it compute it from the logits, but for one of a
+        table that is gathered and trains.
+      gradients: bytes of the gradients that are made with them, of the operands in the forward pass; 0 where they come
+        after it.
+      table_sum: bytes of the float32 sum of the table's gradient, where it trains and is made so.
+      padded_table: bytes of a padded table, where it has no copy in this dtype that could be padded.
+      waits: the array, or else the logits, waits for the table's gradient, which comes after the layers.
+    """
+
+    logits: int
+    gradient: int
+    is_array: bool = True
+    gradients: int = 0
+    table_sum: int = 0
+    padded_table: int = 0
+    waits: bool = False
+
+
+class Statistics(NamedTuple):
+    """A float32 sum or maximum over the devices that share some dimensions of an operand; nothing where none do.
+
+    Attributes:
+      operand, dimensions: which.
+      bytes: of one.
+      of: its name in reports.
+      times: so many in a pass.
+      every_pass: also in the backward pass, and where the door runs again; those of a layer are then sent together.
+    """
+
+    operand: int
+    dimensions: range
+    bytes: int
+    of: str
+    times: int = 1
+    every_pass: bool = False
+
+
+class InPlace(NamedTuple):
+    """The directions in which a result takes the place of what the door reads."""
+
+    forward: bool = False
+    backward: bool = False
+
+
+class DoorCost(NamedTuple):
+    """The cost of one use of a door on one device.
+
+    Attributes:
+      products: matrix products of the forward pass; their gradients follow.
+      kernel: computes all products, if one does.
+      passes: work element by element, of XLA or of kernels.
+      saved: what the backward pass reads.
+      workspace, loss: memory that is needed at once.
+      in_place: where XLA computes so.
+      contracted: an operand and its dimensions that are summed over: the result is a sum over the devices that share
+        them.
+      statistics: sums over devices that do not follow from axes.
+      relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
+      sums_gradients: the gradient of the first operand is summed over devices whole, and not scattered.
+    """
+
+    products: tuple[DoorProduct, ...] = ()
+    kernel: ProductKernel | None = None
+    passes: tuple[Pass, ...] = ()
+    saved: Saved = Saved()
+    workspace: Workspace = Workspace()
+    loss: LossWorkspace | None = None
+    in_place: InPlace = InPlace()
+    contracted: tuple[int, range] | None = None
+    statistics: tuple[Statistics, ...] = ()
+    relays: bool = False
+    sums_gradients: bool = False
+
+    @property
+    def weight_product(self) -> DoorProduct | None:
+        """The product with a parameter, if there is one."""
+        for each in self.products:
+            if each.weight is not None:
+                return each
+        return None
+
+
+def loop(
+    directions: tuple[Loop, Loop], array: LocalArray, scope: str = "", numbers: int | None = None, **options: Any
+) -> Pass:
+    """Return the forward and backward loops over an array, or over so many numbers of its dtype."""
+    count = array.numbers if numbers is None else numbers
+    forward, backward = (each.over(count, array.itemsize) for each in directions)
+    return Pass(forward, backward, scope, **options)
+
+
+def launched(costs: KernelCosts, scope: str = "", times: int = 1) -> Pass:
+    """Return the passes of a kernel, as it declares them."""
+    return Pass(*costs, scope, times, kernel=True)

@@ -73,7 +73,7 @@ def work(case: str, model: Path, made: Path) -> None:
     """Be the process that is measured: start the devices, wait for a line, work, and print what is held."""
     import jax
 
-    from jaxlm import api, published
+    from jaxlm import api
     from jaxlm.families.directory import PublishedModel
     from jaxlm.parallel import devices
     from jaxlm.parallel.layout import Layout
@@ -91,7 +91,7 @@ def work(case: str, model: Path, made: Path) -> None:
         case "load float32":
             parameters = PublishedModel(model).load(mesh, TRAIN, "float32")
         case "import":
-            published.import_run(model, made / "run", lambda line: None)
+            api.import_run(model, made / "run")
         case "export":
             api.export(made / "run", made / "exported")
     seconds = time.perf_counter() - began

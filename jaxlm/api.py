@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.parallel.rules import Kind
-    from jaxlm.published import Converted
-    from jaxlm.runs import RunComparison, RunSummary
-    from jaxlm.source import ModelSource
+    from jaxlm.runs.comparison import RunComparison
+    from jaxlm.runs.conversion import Converted
+    from jaxlm.runs.source import ModelSource
+    from jaxlm.runs.summary import RunSummary
     from jaxlm.training.display import Display, Ended
     from jaxlm.training.evaluation import Evaluation
     from jaxlm.training.profile import ProfiledSteps
@@ -61,7 +62,8 @@ def configure(
       start_from: the model that the run is to begin with: [model] and data.tokenizer are its where they are not given.
     """
     from jaxlm import config as experiments
-    from jaxlm.source import load_experiment
+    from jaxlm.runs.locate import source_of
+    from jaxlm.runs.source import load_experiment
 
     if start_from is None:
         return experiments.load(config, overrides)
@@ -87,7 +89,7 @@ def train(
     Args:
       experiment: as `configure` returns it.
       out: folder of the run, made where it is not there.
-      display: is told what happens; by default nobody is.
+      display: shows the progress; by default nothing does.
       profile: steps to trace for XProf.
       max_hours: hours that this process may last, from its start.
       process: the place of this process in a job of several; Slurm, Open MPI and Cloud TPU say it themselves.
@@ -100,10 +102,11 @@ def train(
     Raises InputError where the experiment cannot be trained here or in `out`, Diverged and Unsaved (RunFailed) where
     the run fails, and Stopped for a signal before there is anything to save.
     """
-    from jaxlm.job import Job
+    from jaxlm.runs.job import Job
+    from jaxlm.runs.locate import begun_from, source_of
     from jaxlm.training.display import Display
 
-    source = _needed(Path(out)) if start_from is None else source_of(Path(start_from))
+    source = begun_from(Path(out)) if start_from is None else source_of(Path(start_from))
     shown = display or Display()
     return Job(experiment, Path(out), shown, profile, max_hours, process, continue_with_changes, source).run()
 
@@ -137,49 +140,14 @@ def load(
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
     """
+    from jaxlm.runs.locate import source_of
+
     source = source_of(Path(run))
     if average and source.experiment().training.ema_decay is None:
         raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = source.overridden(overrides, reads)
     dtype = dtype or experiment.execution.dtype
     return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say)
-
-
-def _needed(out: Path) -> "ModelSource | None":
-    """Return the weights that a run in a folder begins with and has no checkpoint of yet, or that its adapters adapt.
-    Raises InputError where they are not there."""
-    from jaxlm.run import Run
-
-    run = Run(out)
-    if (origin := run.begun_from) is None or (run.has_checkpoint and not run.has_adapters):
-        return None
-    source = source_of(Path(origin.pinned))
-    try:
-        source.experiment()
-    except InputError as error:
-        needs = "adapts" if run.has_adapters else "has no checkpoint yet and begins with"
-        raise InputError(f"{run} {needs} {origin.source}: {error}") from None
-    return source
-
-
-def source_of(path: Path) -> "ModelSource":
-    """Return a run folder or a Hugging Face directory, whichever is there, or a model of the Hub."""
-    from jaxlm.families import hub
-    from jaxlm.families.files import is_adapter, is_published
-    from jaxlm.lora_run import LoraRun
-    from jaxlm.published import PublishedSource
-    from jaxlm.run import Run
-
-    run = Run(path)
-    published = is_published(path) or is_adapter(path)
-    if hub.is_name(path) or (published and not run.paths.config.is_file()):
-        return PublishedSource(path)
-    if not run.has_adapters:
-        return run
-    base = _needed(path)
-    if base is None:
-        raise InputError(f"{run} has adapters, and no {run.paths.origin.name} says of which model; put it back")
-    return LoraRun(path, base)
 
 
 class LoadedModel:
@@ -253,17 +221,17 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
         """The tokenizer of the run, or None. Raises InputError for one with more tokens than the model."""
-        return self.source.load_tokenizer() if self.source.has_tokenizer else None
+        return self.source.text.load_tokenizer() if self.source.text.has_tokenizer else None
 
     @cached_property
     def chat_template(self) -> "ChatTemplate":
         """The chat template. Raises InputError for a model without one."""
-        if (found := self.source.chat_template()) is None:
+        if (template := self.source.chat.template()) is None:
             raise InputError(
                 f"{self.source} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give it a "
                 "text to continue, without --chat"
             )
-        return found
+        return template
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids, those of a conversation up to where the answer begins. Raises InputError for
@@ -272,7 +240,7 @@ class LoadedModel:
             return self.chat_template.encode(prompt, reply=True)
         if not isinstance(prompt, str):
             return list(cast("Sequence[int]", prompt))
-        return (self.tokenizer or self.source.load_tokenizer()).encode_prompt(prompt)
+        return (self.tokenizer or self.source.text.load_tokenizer()).encode_prompt(prompt)
 
     def logits(self, tokens_BT: Any) -> "jax.Array":
         """Return float32 logits [B, T, V] of the token after each of int32 `tokens_BT`, each row a document."""
@@ -413,6 +381,7 @@ class LoadedModel:
         """
         import jax
 
+        from jaxlm.runs.source import text_rows
         from jaxlm.training.display import Display
         from jaxlm.training.evaluation import evaluate_sources
         from jaxlm.training.step import TrainStep
@@ -422,17 +391,16 @@ class LoadedModel:
             raise InputError("is_chat is of other text; give data, the path of conversations")
         template = self.chat_template if is_chat else None
         if data is not None:
-            self.source.load_tokenizer()  # refused before anything is restored
+            self.source.text.load_tokenizer()  # refused before anything is restored
         else:
-            self.source.check_own_text(experiment)
+            self.source.text.check_held_out(experiment)
         parameters = self.parameters
         steps = TrainStep(self.config, experiment.execution, training, experiment.optimizer).jitted(self.mesh)
         with display or Display() as shown:
-            source = self.source
             if data is None:
-                text = source.held_out(experiment, shown)
+                text = self.source.text.held_out(experiment, shown)
             else:
-                text = source.text(experiment, data, template, shown)
+                text = text_rows(experiment, data, self.source.text.load_tokenizer(), template, shown)
         with jax.set_mesh(self.mesh):
             measured = evaluate_sources(steps.evaluate, parameters, text, training.batch, self.mesh)
         assert measured is not None  # nothing stops it
@@ -442,6 +410,7 @@ class LoadedModel:
     def _restored(self) -> "tuple[int, Tree]":
         """The step and its parameters, rounded on their way: they never lie on the devices in float32 too."""
         from jaxlm.parallel.rules import RULES
+        from jaxlm.runs.source import WeightsRequest
 
         mesh = self.mesh
         if self._dtype == "auto":
@@ -450,10 +419,9 @@ class LoadedModel:
             self._dtype, why = dtype_choice.fastest()
             self._say(f"computing in {self._dtype}, {why}")
         dtype = None if self._dtype == "stored" else self._dtype
-        return self.source.restore(
-            self.config, mesh, RULES[self._workload], dtype,
-            checkpoint=self._checkpoint, average=self._average, say=self._say,
-        )  # fmt: skip
+        rules = RULES[self._workload]
+        request = WeightsRequest(self.config, mesh, rules, dtype, self._checkpoint, self._average, self._say)
+        return self.source.weights.restore(request)
 
     @cached_property
     def _logits(self) -> "Callable[[Tree, jax.Array], jax.Array]":
@@ -496,9 +464,9 @@ def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None]
     Returns the family and the number of parameters. Raises InputError where the directory is broken, has a key or a
     tensor that jaxlm does not know, or where the folder is taken.
     """
-    from jaxlm import published
+    from jaxlm.runs import conversion
 
-    return published.import_run(Path(model), Path(run), say)
+    return conversion.import_run(Path(model), Path(run), say)
 
 
 def export(
@@ -522,22 +490,22 @@ def export(
     Returns the family and the number of parameters. Raises InputError where the model is of no family, where the folder
     is there, or for an `adapter` of a run that has none.
     """
-    from jaxlm import published
-    from jaxlm.lora_run import LoraRun
+    from jaxlm.runs import adapters, conversion
+    from jaxlm.runs.locate import source_of
 
     if adapter:
         source = source_of(Path(run))
-        if not isinstance(source, LoraRun):
+        if not isinstance(source.weights, adapters.AdaptedWeights):
             raise InputError(f"{source} is no run with adapters ([lora]); leave out --adapter")
-        return published.Converted(*source.export(Path(folder), checkpoint, average, say))
+        return adapters.export(source.weights, Path(folder), checkpoint, average, say)
     # Nothing is computed: each device holds as little as may be.
     model = load(run, checkpoint=checkpoint, average=average, dtype="stored", workload="prefill", say=say)
-    return published.export(model.source, model.parameters, model.experiment, Path(folder), say)
+    return conversion.export(model.source, model.parameters, model.experiment, Path(folder), say)
 
 
 def runs(folder: str | Path = "runs") -> "list[RunSummary]":
     """Return the runs in a folder and below it, the latest first. Raises InputError where there is no such folder."""
-    from jaxlm.runs import find
+    from jaxlm.runs.summary import find
 
     return find(Path(folder))
 
@@ -551,7 +519,7 @@ def compare(runs: Sequence[str | Path], picture: str | Path | None = None) -> "R
 
     Raises InputError where a folder is no run, or where the picture cannot be written.
     """
-    from jaxlm.runs import compare
+    from jaxlm.runs.comparison import compare
 
     return compare([Path(run) for run in runs], None if picture is None else Path(picture))
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxlm.config import load
 from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer
-from jaxlm.run import Run
+from jaxlm.runs.folder import Run
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.step import TrainStep
 

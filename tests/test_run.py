@@ -9,7 +9,9 @@ from jaxlm.config import load
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replacing
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.run import Run
+from jaxlm.runs.folder import Run
+from jaxlm.runs.job_folder import JobFolder
+from jaxlm.runs.trained import RunWeights
 from jaxlm.training.origin import Origin
 
 
@@ -44,13 +46,13 @@ def test_a_record_of_data_that_is_not_whole_is_refused(tmp_path, content):
 def test_a_tokenizer_that_was_lost_is_put_back(tmp_path):
     experiment = load(write_config(tmp_path))
     dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)
-    run = Run(tmp_path / "run")
+    run = JobFolder(tmp_path / "run")
     run.open(experiment, dataset)
     whole = run.paths.tokenizer.read_text()
     run.paths.tokenizer.unlink()
     run.open(experiment, dataset)
     assert run.paths.tokenizer.read_text() == whole
-    begun = Run(tmp_path / "begun")
+    begun = JobFolder(tmp_path / "begun")
     begun.paths.directory.mkdir()
     begun.paths.tokenizer.write_text('{"torn')
     begun.open(experiment, dataset)
@@ -60,7 +62,7 @@ def test_a_tokenizer_that_was_lost_is_put_back(tmp_path):
 def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     experiment = load(write_config(tmp_path))
     dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)
-    run = Run(tmp_path / "run")
+    run = JobFolder(tmp_path / "run")
     run.open(experiment, dataset)
     before = {*run.paths.directory.iterdir()}
     with replacing(run.paths.goodput) as partial:
@@ -69,7 +71,7 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path):
         partial.touch()
     run.paths.goodput.unlink()
     assert {*run.paths.directory.iterdir()} == before | {killed}
-    Run(tmp_path / "run").check(experiment)
+    JobFolder(tmp_path / "run").check(experiment)
     run.open(experiment, dataset)
     assert {*run.paths.directory.iterdir()} == before
 
@@ -78,14 +80,14 @@ def test_a_run_remembers_the_weights_that_it_began_with(tmp_path):
     """It forgets those of a start that was cut short."""
     experiment = load(write_config(tmp_path))
     dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)
-    run, base = Run(tmp_path / "run"), Origin("/models/base", "published", revision="c0ffee")
+    run, base = JobFolder(tmp_path / "run"), Origin("/models/base", "published", revision="c0ffee")
     for folder in (run.paths.huggingface, run.paths.directory / f".huggingface-{'0' * 32}"):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
     Origin("/models/other", "run", 3).save(run.paths.origin)
     run.check(experiment, origin=base)
-    run.open(experiment, dataset, origin=base, carried=lambda: {"generation_config.json": b"{}"})
-    assert run.begun_from == base and run.carried() == {"generation_config.json": b"{}"}
+    run.open(experiment, dataset, origin=base, sidecar_files=lambda: {"generation_config.json": b"{}"})
+    assert run.begun_from == base and RunWeights(run).sidecar_files() == {"generation_config.json": b"{}"}
     assert not [*run.paths.directory.glob(".huggingface*")]
     assert run.check(experiment, origin=base) == run.check(experiment) == []
     with pytest.raises(InputError, match="began with the weights of /models/base, not with those of /models/other"):

@@ -11,7 +11,7 @@ from jaxlm.cli.tables import TextTable, numbers
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
-    from jaxlm.runs import LossesAt
+    from jaxlm.runs.comparison import LossesAt
 
 _COLUMNS = 6  # of losses in a table, which 80 characters hold
 

@@ -62,7 +62,7 @@ def _at_a_loss(arguments: argparse.Namespace) -> int:
 def _at_tasks(arguments: argparse.Namespace) -> int:
     """Evaluate at tasks, computed in `execution.dtype`."""
     model = engine.load(arguments)
-    tokenizer = model.source.load_tokenizer()
+    tokenizer = model.source.text.load_tokenizer()
     names = [name.strip() for name in arguments.tasks.split(",")]
     asked = tasks.load(names, arguments.num_fewshot, model.config.context_length)
     from jaxlm.inference.harness import HarnessModel

@@ -105,7 +105,7 @@ def with_published(model: "LoadedModel", asked: dict[str, Any]) -> "Sampling":
     """Return the sampling that is asked for, and otherwise what generation_config.json of published weights says."""
     from jaxlm.inference.requests import Sampling
 
-    published = model.source.generation
+    published = model.source.chat.generation
     found = {
         name: published[name]
         for name in _SAMPLING

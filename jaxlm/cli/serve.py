@@ -136,7 +136,7 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
     from jaxlm.server.served import ServedModel, ServerLimits
 
     model, running, exact = _loaded(arguments)
-    template, sampling = model.source.chat_template(), with_published(model, {})
+    template, sampling = model.source.chat.template(), with_published(model, {})
     if arguments.chat_template_kwargs:
         template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
     if arguments.exact and not exact:

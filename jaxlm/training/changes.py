@@ -14,7 +14,7 @@ _FREE = (
     *(f"training.{name}" for name in ("steps", "log_every", "max_skipped_in_a_row", "microbatches")),
     *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),
 )
-# Keys of paths: what is found there makes a run, and `jaxlm.run` compares that.
+# Keys of paths: what is found there makes a run, and `jaxlm.runs` compares that.
 _BY_CONTENT = (
     *("data.text", "data.chat", "data.validation", "data.chat_template", "data.tokenizer"),
     *("data.sources.*.text", "data.sources.*.chat", "data.sources.*.validation"),

@@ -2,18 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace
-
-
-class WeightsSource(Protocol):
-    """A model whose weights can be told from others."""
-
-    def weights_digest(self, step: int | None = None) -> str:
-        """Return a digest of the weights of a step."""
-        ...
 
 
 class Origin(NamedTuple):
@@ -37,19 +29,19 @@ class Origin(NamedTuple):
     def __str__(self) -> str:
         return self.source if not self.step else f"{self.source}, step {self.step}"
 
-    def check(self, run: object, source: "WeightsSource") -> None:
-        """Raise InputError where the weights that a run adapts are not those that it was begun with."""
-        if source.weights_digest(self.step) != self.digest:
+    def check(self, run: object, digest: str) -> None:
+        """Raise InputError where the weights that a run adapts have another digest than those that it began with."""
+        if digest != self.digest:
             raise InputError(f"{self} is not the model that {run} adapts: its weights have changed; put them back")
 
     def save(self, file: Path) -> None:
         """Write it, atomically."""
-        said = {key: value for key, value in self._asdict().items() if key != "digest" or value}
-        replace(file, json.dumps(said, indent=1) + "\n")
+        values = {key: value for key, value in self._asdict().items() if key != "digest" or value}
+        replace(file, json.dumps(values, indent=1) + "\n")
 
 
 def read(file: Path) -> Origin | None:
-    """Return what a file says, or None without one. Raises InputError for a file that is broken."""
+    """Return the origin that a file says, or None without one. Raises InputError for a file that is broken."""
     try:
         return Origin(**json.loads(file.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):

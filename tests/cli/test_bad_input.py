@@ -18,7 +18,8 @@ from jaxlm.config import load
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
-from jaxlm.run import Run
+from jaxlm.runs.folder import Run
+from jaxlm.runs.job_folder import JobFolder
 
 CONFIG = """
 [model]
@@ -468,6 +469,6 @@ def test_a_full_disk_is_one_line(place, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/good/config.toml")
 
-    monkeypatch.setattr(Run, "check", refuse)
+    monkeypatch.setattr(JobFolder, "check", refuse)
     assert main(["train", "good.toml"]) == 1
     assert capsys.readouterr().err == "jaxlm: No space left on device: runs/good/config.toml; make room\n"

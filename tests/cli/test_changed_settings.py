@@ -13,7 +13,7 @@ from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import sections_in
 from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
-from jaxlm.run import Run
+from jaxlm.runs.job_folder import JobFolder
 from jaxlm.training.changes import is_by_content, is_free
 from jaxlm.training.config import RunConfig
 
@@ -21,7 +21,7 @@ from jaxlm.training.config import RunConfig
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """A run with a checkpoint of step 0."""
-    return Run(untrained(tmp_path_factory.mktemp("begun") / "run"))
+    return JobFolder(untrained(tmp_path_factory.mktemp("begun") / "run"))
 
 
 OTHER_RUNS = {
@@ -93,7 +93,7 @@ def test_more_steps_under_a_schedule_that_ends_with_them_are_another_run(tmp_pat
     resolved = tomllib.loads(write_config(tmp_path).read_text())
     del resolved["optimizer"]["schedule"]["decay_steps"]
     file.write_text(tomli_w.dumps(resolved))
-    run = Run(tmp_path / "run")
+    run = JobFolder(tmp_path / "run")
     run.open(config.load(file), SimpleNamespace(tokenizer=bytes_tokenizer(), digest="one", held_out_bytes=1))
     more = "training.steps=80"
     with pytest.raises(InputError) as refused:
@@ -116,7 +116,7 @@ def data(digest, tokenizer=None):
 
 
 def test_other_text_is_another_run_whatever_its_path(tmp_path):
-    run = Run(untrained(tmp_path / "run"))
+    run = JobFolder(untrained(tmp_path / "run"))
     run.paths.data.write_text(json.dumps({"digest": "one", "held_out_bytes": 1}))
     moved = config.load(run.paths.config, ["data.text=moved"])
     run.open(moved, data("one"))
@@ -131,7 +131,7 @@ def test_other_text_is_another_run_whatever_its_path(tmp_path):
 
 
 def test_the_record_keeps_which_configuration_trained_which_steps(tmp_path):
-    run = Run(untrained(tmp_path / "run"))
+    run = JobFolder(untrained(tmp_path / "run"))
     first = run.experiment()
     second, third = (config.load(run.paths.config, [f"optimizer.learning_rate={rate}"]) for rate in (0.5, 0.25))
 
@@ -153,7 +153,7 @@ def test_the_record_keeps_which_configuration_trained_which_steps(tmp_path):
 
 
 def test_a_run_of_before_there_was_a_history_keeps_its_configuration(tmp_path):
-    run = Run(untrained(tmp_path / "run"))
+    run = JobFolder(untrained(tmp_path / "run"))
     second = config.load(run.paths.config, ["optimizer.learning_rate=0.5"])
     run.record(second, data("one"), 7)
     assert [row["step"] for row in rows(tmp_path / "run", "history.jsonl")] == [1, 7]

@@ -12,7 +12,9 @@ from jaxlm.cli.progress import Bar
 from jaxlm.core.errors import InputError
 from jaxlm.data.dataset import prepare
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.run import Run
+from jaxlm.runs.folder import Run
+from jaxlm.runs.source import text_rows
+from jaxlm.runs.trained import RunText
 
 
 @pytest.fixture
@@ -31,7 +33,9 @@ def text(tmp_path):
     def text(*overrides: str, data: str | None = None) -> dict:
         experiment = config.load(run.paths.config, overrides)
         with Bar(steps=0) as bar:
-            return run.held_out(experiment, bar) if data is None else run.text(experiment, data, None, bar)
+            if data is None:
+                return RunText(run).held_out(experiment, bar)
+            return text_rows(experiment, data, run.load_tokenizer(), None, bar)
 
     return text
 

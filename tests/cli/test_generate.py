@@ -15,13 +15,14 @@ import runs
 import tokenizer_fixtures
 from engine_fixtures import WrittenEngine
 
-from jaxlm import api, job
+from jaxlm import api
 from jaxlm.cli import main
 from jaxlm.config import load
 from jaxlm.data.dataset import prepare
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
+from jaxlm.runs import sample
 from jaxlm.training import checkpoints
 
 pytestmark = pytest.mark.xdist_group(__name__)
@@ -97,8 +98,8 @@ def test_a_sample_shows_where_its_prompt_ends(context, tmp_path):
     changes = "model.num_layers=1", f"model.context_length={context}", "records.sample_tokens=40"
     experiment = load(runs.write_config(tmp_path, *changes))
     data, mesh = prepare(experiment.data, experiment.model.vocab_size), meshes.make()
-    sample = job._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
-    prompt, mark, _ = sample.partition("[prompt ends]")
+    text = sample.sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
+    prompt, mark, _ = text.partition("[prompt ends]")
     assert mark and bool(prompt) == (context > 1)  # a document begins with a separator
 
 
@@ -158,8 +159,8 @@ def test_several_texts_have_a_line_each(run, capsys):
     assert main(["generate", str(run), *map(str, ASKED), *given]) == 0
     expected = ""
     for number, prompt in enumerate(PROMPTS[:2], 1):
-        for sample in (1, 2):
-            expected += f"--- prompt {number}, sample {sample} ---\n{prompt}{next(drawn)['text']}\n"
+        for drawing in (1, 2):
+            expected += f"--- prompt {number}, sample {drawing} ---\n{prompt}{next(drawn)['text']}\n"
     assert capsys.readouterr().out == expected
 
 

@@ -18,8 +18,9 @@ from jaxlm.core.errors import InputError
 from jaxlm.families import safetensors
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.safetensors import LazyTensor
-from jaxlm.published import PublishedSource
-from jaxlm.run import Run
+from jaxlm.runs.folder import Run
+from jaxlm.runs.published import PublishedSource
+from jaxlm.runs.trained import RunSource
 
 pytestmark = pytest.mark.xdist_group(__name__)
 
@@ -64,7 +65,7 @@ def test_a_tokenizer_in_another_file_is_converted_and_given_back_as_it_was(tmp_p
     (model / "tokenizer.json").unlink()
     (model / "tokenization_own.py").write_text("raise SystemExit")
     with pytest.raises(InputError, match="has no tokenizer.json, but tokenization_own.py, which is code and"):
-        PublishedSource(model).load_tokenizer()
+        PublishedSource(model).text.load_tokenizer()
     contents = {
         **{"tekken.json": vocabulary_fixtures.tekken_file(), "old.tiktoken": vocabulary_fixtures.tiktoken_file()},
         **{name: json.dumps(table).encode() for name, table in {
@@ -75,8 +76,8 @@ def test_a_tokenizer_in_another_file_is_converted_and_given_back_as_it_was(tmp_p
     for name, content in contents.items():
         (model / name).write_bytes(content)
     assert main(["import", str(model), str(tmp_path / "run")]) == 0
-    for source in (Run(tmp_path / "run"), PublishedSource(model)):
-        tokenizer = source.load_tokenizer()
+    for source in (RunSource(Run(tmp_path / "run")), PublishedSource(model)):
+        tokenizer = source.text.load_tokenizer()
         assert tokenizer.begin == (1,) and tokenizer.ends == {2, 378, 4, 10} and tokenizer.encode("<more>") == [500]
         assert tokenizer.known(512).sum() == 426  # of 512 rows
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0

@@ -11,7 +11,7 @@ import pytest
 from runs import COMPILING, SIGNALS, finish, losses, rows, start, wait_for_step, write_config
 
 from jaxlm.cli import main
-from jaxlm.run import Run
+from jaxlm.runs.folder import Run
 
 pytestmark = pytest.mark.xdist_group(__name__)
 

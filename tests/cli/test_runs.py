@@ -12,7 +12,7 @@ import runs
 
 from jaxlm.cli import main
 from jaxlm.config import load
-from jaxlm.run import Run
+from jaxlm.runs.folder import Run
 from jaxlm.training.origin import Origin
 from jaxlm.training.paths import RunPaths
 

@@ -26,7 +26,7 @@ def test_a_large_model_is_refused_before_its_tokenizer_is_trained(cpu, tmp_path,
     def read(*_):
         raise AssertionError("text is read")
 
-    monkeypatch.setattr("jaxlm.job.prepare", read)
+    monkeypatch.setattr("jaxlm.runs.job.prepare", read)
     assert main(["train", str(CONFIGS / "models" / "llama3.1-8b.toml"), "--out", str(tmp_path / "run")]) == 2
     out, error = capsys.readouterr()
     line = error.splitlines()[-1]

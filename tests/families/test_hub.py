@@ -129,9 +129,9 @@ def test_an_adapter_is_fetched_with_the_model_that_it_names(endpoint, tmp_path):
     _Endpoint.models["ORG/adapter"] = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     code = """
 from pathlib import Path
-from jaxlm.published import PublishedSource
+from jaxlm.runs.published import PublishedSource
 source = PublishedSource(Path("hf:ORG/adapter"))
-print(source, source.origin().pinned, source.weights_digest(), source.load_tokenizer().vocab_size)
+print(source, source.weights.origin().pinned, source.weights.digest(), source.text.load_tokenizer().vocab_size)
 """
     digests = f"{digest([tmp_path / 'a' / ADAPTER, tmp_path / 'a' / ADAPTER_CONFIG])}+{base.digest()}"
     assert run(code, endpoint) == f"hf:ORG/adapter hf:ORG/adapter@{COMMIT} {digests} 512\n"

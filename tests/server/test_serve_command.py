@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from jaxlm.cli import main
-from jaxlm.published import PublishedSource
+from jaxlm.runs.published import PublishedSource
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -62,7 +62,7 @@ def serve():
 def story(count):
     """Return how others continue the prompt with these weights, in so many tokens."""
     ids = json.loads((STORIES / "stories260K_tokens.json").read_text())["tokens"]
-    tokenizer = PublishedSource(STORIES).load_tokenizer()
+    tokenizer = PublishedSource(STORIES).text.load_tokenizer()
     prompt = tokenizer.encode_prompt(PROMPT["prompt"])
     assert ids[: len(prompt)] == prompt
     return tokenizer.decode(ids[: len(prompt) + count])[len(PROMPT["prompt"]) :]

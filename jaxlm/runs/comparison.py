@@ -1,41 +1,17 @@
-"""Runs side by side: their states, the keys that differ, and their losses, read from their folders."""
+"""Runs side by side: the keys that differ, and their losses, read from their folders."""
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxlm.config import Experiment, leaves
 from jaxlm.core.errors import InputError
-from jaxlm.families.files import CONFIG, read_json, text_of
-from jaxlm.run import Run
-from jaxlm.training.paths import RunPaths
+from jaxlm.runs.folder import Run
+from jaxlm.runs.summary import origin_of
 from jaxlm.training.records import JsonLines
 
-State = Literal["running", "finished", "stopped", "imported", "unreadable"]
 _POINTS = 8  # at which losses are compared
-
-
-class RunSummary(NamedTuple):
-    """A run as its folder tells it.
-
-    `family`: of the published weights that it holds or began with; None without any. `step` of `steps`: the last
-    recorded one. `loss`: of its last training step on record, and `held_out_loss`: of its last evaluation, in nats per
-    token; None without one. `age_s`: seconds since something was recorded. `begun_from`: the model that its weights
-    began with, or None.
-    """
-
-    run: str
-    state: State
-    family: str | None
-    step: int
-    steps: int | None
-    loss: float | None
-    held_out_loss: float | None
-    age_s: float
-    begun_from: str | None
 
 
 class LossesAt(NamedTuple):
@@ -75,62 +51,6 @@ class _Curves(NamedTuple):
     held_out: dict[int, float]
 
 
-def find(folder: Path) -> list[RunSummary]:
-    """Return the runs in a folder and below it, the latest first. Raise InputError if there is no such folder."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is no folder; give one that holds runs")
-    found = []
-    for directory, below, _ in os.walk(folder):
-        paths = RunPaths(Path(directory))
-        run = Run(paths.directory)
-        if paths.are_of_a_run:
-            below.clear()
-            found.append(_summary(run))
-    return sorted(found, key=lambda run: (run.age_s, run.run))
-
-
-def _summary(run: Run) -> RunSummary:
-    paths = run.paths
-    training, held_out = JsonLines(paths.metrics).rows(), JsonLines(paths.evaluations).rows()
-    step = max((row["step"] for row in (*training, *held_out)), default=0)
-    recorded = [path.stat().st_mtime for path in (paths.config, paths.metrics, paths.evaluations) if path.exists()]
-    state, steps = _state(run, held_out[-1]["step"] if held_out else 0)
-    last = [rows[-1].get("loss") if rows else None for rows in (training, held_out)]
-    age_s = max(time.time() - max(recorded), 0.0)
-    return RunSummary(str(paths), state, _family(run), step, steps, *last, age_s, _origin(run))
-
-
-def _family(run: Run) -> str | None:
-    try:
-        return text_of(read_json(run.paths.huggingface / CONFIG)).get("model_type")
-    except InputError:  # none came with it
-        return None
-
-
-def _origin(run: Run) -> str | None:
-    try:
-        return None if run.begun_from is None else str(run.begun_from)
-    except InputError:  # of a run that is unreadable
-        return None
-
-
-def _state(run: Run, evaluated: int) -> tuple[State, int | None]:
-    """Return the state and the last step of a run that was evaluated at some step."""
-    if run.is_imported:
-        return "imported", None
-    try:
-        state, steps = "stopped", run.experiment().training.steps
-    except InputError:
-        state, steps = "unreadable", None
-    if steps is not None and evaluated >= steps:
-        return "finished", steps
-    try:
-        run.check_free()
-    except InputError:
-        state = "running"
-    return state, steps
-
-
 def compare(folders: Sequence[Path], picture: Path | None = None) -> RunComparison:
     """Compare runs, and draw their curves as a PNG at `picture`. Raise InputError for a folder that is no run, or
     a picture that cannot be written.
@@ -160,7 +80,7 @@ def _curves(run: Run, experiment: Experiment) -> _Curves:
 def _keys(run: Run, experiment: Experiment) -> dict[str, Any]:
     """Return the keys of a run, with the model that it began with, whose tokenizer it keeps a copy of."""
     values = dict(leaves(experiment.model_dump(mode="json", exclude_none=True)))
-    if (origin := _origin(run)) is None:
+    if (origin := origin_of(run)) is None:
         return values
     if values["data.tokenizer"] == str(run.paths.tokenizer):
         del values["data.tokenizer"]
@@ -169,8 +89,8 @@ def _keys(run: Run, experiment: Experiment) -> dict[str, Any]:
 
 def _differing(values: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for each in values for key in each)
-    found = {key: [each.get(key) for each in values] for key in keys}
-    return {key: each for key, each in found.items() if any(value != each[0] for value in each)}
+    by_key = {key: [each.get(key) for each in values] for key in keys}
+    return {key: each for key, each in by_key.items() if any(value != each[0] for value in each)}
 
 
 def _losses(runs: Sequence[_Curves], curve: Callable[[_Curves], dict[int, float]]) -> Losses:

@@ -1,7 +1,6 @@
 """One start of a training run: from its data to its sample, as one process of a job."""
 
 import json
-import math
 import os
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,8 @@ from jaxlm.data import chat_template, conversations
 from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.dataset import Dataset, prepare
 from jaxlm.parallel import processes
-from jaxlm.run import Run
-from jaxlm.source import ModelSource, check_start, check_tokenizer, with_own_tokenizer
+from jaxlm.runs.job_folder import JobFolder
+from jaxlm.runs.source import ModelSource, WeightsRequest, check_start, check_tokenizer, with_own_tokenizer
 from jaxlm.training import profile, sinks
 from jaxlm.training.display import Display, Ended
 from jaxlm.training.environment import MachineLoad, environment, versions
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 # Characters of a digest, to tell it from others.
 _SHOWN = 12
-# Between the prompt of the sample and what the model wrote.
-_PROMPT_ENDS = "[prompt ends]"
 
 
 class Job:
@@ -58,7 +55,7 @@ class Job:
         self._experiment, self._display, self._spec = experiment, display, spec
         self._traced = traced and traced.check(experiment.training.steps)
         sinks.check_installed(experiment.records.wandb_project)
-        self._run, self._continue_with_changes, self._source = Run(out), continue_with_changes, source
+        self._run, self._continue_with_changes, self._source = JobFolder(out), continue_with_changes, source
         self._data = experiment.data  # as it is read: a run that begins has no tokenizer and template of its own yet
         if experiment.lora is not None and source is None:
             self._run.check(experiment, continue_with_changes)
@@ -66,7 +63,7 @@ class Job:
         if source is not None:
             check_start(source, experiment)
             self._experiment = experiment = with_own_tokenizer(experiment, source, self._run.paths.tokenizer)
-        self._origin = None if source is None else source.origin()
+        self._origin = None if source is None else source.weights.origin()
         self._changed = self._run.check(experiment, continue_with_changes, self._origin)
         self._stop = StopRequest(self._leave, max_hours)
         self._saved: int | None = None  # the step that is
@@ -89,7 +86,7 @@ class Job:
             return ended
 
     def _leave(self, reason: int) -> int:
-        """Say how the run ended whose main thread does not notice that it is to stop; the exit status."""
+        """Display the end of a run whose main thread does not notice the request to stop. Return the exit status."""
         status = self._display.ended(Ended(self._saved, reason))
         return 128 + reason if status is None else status
 
@@ -113,9 +110,9 @@ class Job:
             # An accelerator tells what it has once it is started; a CPU is started later, as that sets how memory is
             # allocated.
             capacity.check_before_reading(self._experiment)
-            found = self._count() if accelerators.platforms() != "cpu" else None
+            costs_and_mesh = self._count() if accelerators.platforms() != "cpu" else None
             dataset = self._prepare()
-            counted, mesh = found or self._count()
+            counted, mesh = costs_and_mesh or self._count()
             load = MachineLoad()
             result = self._train(dataset, counted, mesh)
             others = load.others()
@@ -127,16 +124,18 @@ class Job:
                 return Ended(result.step, result.reason)
             if not self._experiment.records.sample_tokens:
                 return Ended(result.step, 0)
+            from jaxlm.runs.sample import sample
+
             dataset = dataset._replace(tokenizer=self._run.load_tokenizer())  # with the ends of published weights
-            sample = _sample(self._experiment, dataset, self._merged(result.parameters, mesh), mesh)
+            sample_text = sample(self._experiment, dataset, self._merged(result.parameters, mesh), mesh)
         if processes.is_first():
-            self._run.paths.sample.write_text(sample, encoding="utf-8")
-        return Ended(result.step, 0, sample)
+            self._run.paths.sample.write_text(sample_text, encoding="utf-8")
+        return Ended(result.step, 0, sample_text)
 
     def _prepare(self) -> Dataset:
         data, vocabulary, given = self._data, self._experiment.model.vocab_size, None
-        if self._source is not None and self._source.has_tokenizer and data.tokenizer not in TOKENIZERS:
-            given = self._source.load_tokenizer()
+        if self._source is not None and self._source.text.has_tokenizer and data.tokenizer not in TOKENIZERS:
+            given = self._source.text.load_tokenizer()
         with self._clock.phase("data_preparation"):
             with processes.first_process_first("data"):
                 dataset = prepare(data, vocabulary, self._display.say, self._display.progress, given)
@@ -147,12 +146,12 @@ class Job:
         self._show_conversations(dataset)
         return dataset
 
-    def _carried(self) -> dict[str, bytes]:
+    def _sidecar_files(self) -> dict[str, bytes]:
         """Return the small files that the weights came with, and the chat template that the run is trained with."""
-        found = {} if self._source is None else self._source.carried()
+        contents = {} if self._source is None else self._source.weights.sidecar_files()
         if (path := self._experiment.data.chat_template) is not None:
-            found[chat_template.FILE] = expanded(path, "data.chat_template").read_bytes()
-        return found
+            contents[chat_template.FILE] = expanded(path, "data.chat_template").read_bytes()
+        return contents
 
     def _show_conversations(self, dataset: Dataset) -> None:
         """Show one conversation and what of it is learned, and say how many are too long."""
@@ -217,7 +216,7 @@ class Job:
         trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
         # Only now that nothing was refused is it a run.
         with processes.first_process_first("run"):
-            run.open(self._experiment, dataset, self._continue_with_changes, self._origin, self._carried)
+            run.open(self._experiment, dataset, self._continue_with_changes, self._origin, self._sidecar_files)
         if processes.is_first():
             JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
         try:
@@ -242,13 +241,14 @@ class Job:
         experiment, lora, run, say = self._experiment, self._experiment.lora, self._run, self._display.say
         remembered = run.begun_from if lora is not None and run.has_checkpoint else None
         if remembered is not None and processes.is_first():
-            remembered.check(run, self._source)
+            remembered.check(run, self._source.weights.digest(remembered.step))
         dtype = "float32" if lora is None else experiment.execution.dtype
         checkpoint = "newest" if remembered is None or remembered.step is None else remembered.step
-        step, parameters = self._source.restore(experiment.model, mesh, TRAIN, dtype, checkpoint=checkpoint, say=say)
-        origin = self._source.origin(step)
+        weights = self._source.weights
+        step, parameters = weights.restore(WeightsRequest(experiment.model, mesh, TRAIN, dtype, checkpoint, say=say))
+        origin = weights.origin(step)
         if processes.is_first() and remembered is None:
-            digest = None if lora is None else self._source.weights_digest(step)
+            digest = None if lora is None else weights.digest(step)
             origin._replace(digest=digest).save(run.paths.origin)
         if lora is None:
             say(f"beginning with the weights of {origin}")
@@ -279,49 +279,3 @@ class Job:
             rungs = ladder(counted, metrics, other_load)
             paths.ladder.write_text(json.dumps(rungs, indent=1) + "\n", encoding="utf-8")
         self._display.summary(summary(Attempts.file(paths.goodput).rows()), rungs)
-
-
-def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Mesh") -> str:
-    """Continue the beginning of a held-out document, or answer a held-out conversation; a mark stands where the prompt
-    ends. A model that has diverged has no sample, and is a result all the same."""
-    import jax.numpy as jnp
-
-    from jaxlm.inference.completion import Completer
-    from jaxlm.inference.engine import Engine
-    from jaxlm.inference.requests import Request, Sampling, max_new_tokens
-    from jaxlm.inference.sampling import NotFinite
-    from jaxlm.inference.settings import EngineSettings
-    from jaxlm.training.step import cast
-
-    model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
-    longest, most, ends = int(store.lengths.argmax()), math.ceil(model.context_length / 2), None
-    if store.of_conversations:
-        asked = (int(store.learned(number, 0, int(length)).argmax()) for number, length in enumerate(store.lengths))
-        fitting = ((number, tokens) for number, tokens in enumerate(asked) if 0 < tokens <= most)
-        longest, given = next(fitting, (longest, most))
-        whole = longest, 0, int(store.lengths[longest])
-        last = store.read(*whole)[store.learned(*whole)][-1:].tolist()
-        ends = {*last} & {*dataset.tokenizer.controls.values()}  # as the template ends an answer
-    else:
-        given = min(32, most, int(store.lengths[longest]))
-    prompt = store.read(longest, 0, given).tolist()
-    cast_parameters = cast(parameters, jnp.dtype(experiment.execution.dtype))
-    tokenizer = dataset.tokenizer
-    sampling = Sampling(temperature=0.8, top_p=0.95)
-    tokens = min(experiment.records.sample_tokens, max_new_tokens(model, given))
-    request = Request(prompt, tokens, sampling, ends=ends)
-    engine = Engine(
-        model,
-        cast_parameters,
-        mesh,
-        EngineSettings(slots=1, context=request.most_tokens),
-        known=tokenizer.known(model.vocab_size),
-        ends=tokenizer.ends,
-        kernels=experiment.execution.kernels,
-    )
-    try:
-        pieces = Completer(engine, tokenizer)([request], experiment.training.seed)
-        continuation = "".join(piece.text or "" for piece in pieces)
-    except NotFinite:
-        continuation = "[no token can be drawn: the model's logits are not finite]"
-    return f"{dataset.tokenizer.decode(prompt)}{_PROMPT_ENDS}{continuation}"

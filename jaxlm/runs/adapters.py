@@ -1,0 +1,98 @@
+"""The weights of a run with adapters: those of its base, with the adapters added. Their export as a PEFT directory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxlm import config
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import unwritable
+from jaxlm.data.config import HUGGING_FACE
+from jaxlm.families.files import ADAPTER_CONFIG, CONFIG, is_published, read_json, text_of
+from jaxlm.runs.conversion import Converted
+from jaxlm.runs.folder import Run
+from jaxlm.runs.source import ModelWeights, WeightsRequest
+from jaxlm.runs.trained import RunWeights
+from jaxlm.training.origin import Origin
+
+if TYPE_CHECKING:
+    from jaxlm.models.lora_config import LoraConfig
+    from jaxlm.models.tree import Tree
+
+
+class AdaptedWeights(RunWeights):
+    """The weights of a base with the adapters of a run added."""
+
+    def __init__(self, run: Run, base: ModelWeights):
+        super().__init__(run)
+        self._base = base
+
+    @property
+    def lora(self) -> "LoraConfig":
+        """The section [lora] of the run."""
+        lora = self.run.experiment().lora
+        assert lora is not None
+        return lora
+
+    def checked_base(self) -> Origin:
+        """Return the record of the base. Raises InputError where its weights have changed."""
+        origin = self.run.begun_from
+        assert origin is not None
+        origin.check(self.run, self._base.digest(origin.step))
+        return origin
+
+    def adapters(self, request: WeightsRequest) -> "tuple[int, Tree]":
+        """Return a step and its adapters alone, float32. Raises InputError as `restore` does."""
+        from jaxlm.models import tree as model_tree
+
+        adapters, _ = model_tree.trained(model_tree.abstract(request.model, self.lora)[1])
+        return self.restore_tree(adapters, request._replace(dtype="float32"))
+
+    def restore(self, request: WeightsRequest) -> "tuple[int, Tree]":
+        """Return a step and the sums of the base's matrices and the adapters. Raises InputError where there is no whole
+        checkpoint, or where the base has changed."""
+        from jaxlm.models import tree as model_tree
+
+        model, lora = request.model, self.lora
+        step, adapters = self.adapters(request)
+        base_step = self.checked_base().step
+        _, parameters = self._base.restore(
+            request._replace(checkpoint="newest" if base_step is None else base_step, average=False)
+        )
+        parameters = model_tree.under_adapters(parameters, model_tree.targets(model, lora))
+        joined = model_tree.joined(parameters, adapters)
+        return step, model_tree.merged(model, lora, joined, request.mesh, request.rules)
+
+    def digest(self, step: int | None = None) -> str:
+        """Return a digest of a step of the adapters and of their base."""
+        return f"{super().digest(step)}+{self._base.digest(self.checked_base().step)}"
+
+
+def export(
+    weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, say: Callable[[str], None]
+) -> Converted:
+    """Write adapters as a PEFT directory, and return the family and their numbers.
+
+    Raises InputError for a model of no family, for a folder that is there, and as `AdaptedWeights.restore` does.
+    """
+    from jaxlm.families import family, peft, settings
+    from jaxlm.parallel.devices import mesh_here
+    from jaxlm.parallel.rules import DECODE
+
+    if out.exists() or unwritable(out):
+        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    run, origin = weights.run, weights.checked_base()
+    experiment, published_config = run.experiment(), run.paths.huggingface / CONFIG
+    if published_config.is_file():
+        of_family = family.named(text_of(read_json(published_config)).get("model_type"), str(published_config))
+    else:
+        of_family = settings.family_of(experiment.model)
+    name = origin.source.removeprefix(HUGGING_FACE).partition("@")[0] if origin.revision else origin.source
+    if not origin.revision and not is_published(Path(name)):
+        say(f"{name} is no Hugging Face directory, as PEFT needs one: export it, and put that in {ADAPTER_CONFIG}")
+    mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
+    request = WeightsRequest(experiment.model, mesh, DECODE, "float32", checkpoint, average, say)
+    _, adapters = weights.adapters(request)
+    base = {"base_model_name_or_path": name} | ({"revision": origin.revision} if origin.revision else {})
+    parameters = peft.write(out, experiment.model, of_family, weights.lora, adapters, base)
+    return Converted(of_family.name, parameters)

@@ -1,0 +1,133 @@
+"""RUN, the folder of a training run: what it holds, and which job has it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import lock
+from jaxlm.core.schema import Change
+from jaxlm.data import tokenizers
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.families import tokens
+from jaxlm.families.files import is_published
+from jaxlm.training import manifests
+from jaxlm.training import origin as origins
+from jaxlm.training.origin import Origin
+from jaxlm.training.paths import RunPaths
+
+_NAMED = 8  # changed keys in a message, at most
+
+
+class Run:
+    """The folder of a run: its files (`paths`), what they say, and the claim of a job to it."""
+
+    def __init__(self, directory: Path):
+        self.paths = RunPaths(directory)
+        self._claimed: TextIO | None = None
+
+    def __str__(self) -> str:
+        return str(self.paths)
+
+    def experiment(self) -> Experiment:
+        """Return the resolved configuration. Raises InputError where this is no run."""
+        if not self.paths.config.is_file():
+            raise InputError(f"{self.paths} is no run: it holds no {self.paths.config.name}; jaxlm train makes one")
+        return config.load(self.paths.config)
+
+    def digest(self) -> str:
+        """Return the identity of the data that it was begun with. Raises InputError where that is not recorded."""
+        try:
+            return json.loads(self.paths.data.read_text())["digest"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{self.paths} is no run: it has no {self.paths.data.name} that is whole; choose another --out"
+            ) from None
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises InputError where there is none, or one with more tokens than the model."""
+        if not self.paths.tokenizer.is_file():
+            raise InputError(f"{self.paths} has no {self.paths.tokenizer.name}; give --token-ids in place of --prompt")
+        if is_published(self.paths.huggingface):
+            tokenizer = tokens.load(self.paths.tokenizer, self.paths.huggingface)
+        else:
+            tokenizer = tokenizers.load(self.paths.tokenizer)
+        check_vocabulary(tokenizer, self.experiment().model.vocab_size, self.paths.tokenizer)
+        return tokenizer
+
+    def trained_with(self, changed: Sequence[Change]) -> str:
+        """Return a sentence that says with which values of these keys it was trained."""
+        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        return f"{self.paths} was trained with {'; '.join(map(str, changed[:_NAMED]))}{more}"
+
+    @property
+    def begun_from(self) -> Origin | None:
+        """The weights that the run began with; None for those of its seed. Raises InputError where that is broken."""
+        return origins.read(self.paths.origin)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether it trains adapters of other weights."""
+        return self.paths.config.is_file() and self.experiment().lora is not None
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint that was written to its end, whole or not by now."""
+        return bool(manifests.steps_in(self.paths.checkpoints))
+
+    @property
+    def is_imported(self) -> bool:
+        """Return whether `jaxlm import` made it: it was begun with no data, and is not trained."""
+        paths = self.paths
+        return paths.config.is_file() and paths.huggingface.is_dir() and not paths.data.exists()
+
+    def claim(self) -> None:
+        """Claim the folder, once it is there, for this job alone until `release`, or the end of its first process.
+
+        Raises InputError where another job has it, or where nothing can be written to it.
+        """
+        if self._claimed is not None or not self.paths.directory.exists():
+            return
+        try:
+            self._claimed = self.paths.lock.open("a")  # and left open: the system releases the lock with the process
+        except OSError as error:
+            raise InputError(f"{self.paths} cannot be written to ({error.strerror}); choose another --out") from None
+        try:
+            lock(self._claimed)
+        except BlockingIOError:
+            raise self._taken() from None
+
+    def release(self) -> None:
+        """Leave the folder to other jobs, if this one has it."""
+        if self._claimed is not None:
+            self._claimed.close()
+            self._claimed = None
+
+    def check_free(self) -> None:
+        """Raise InputError where another job has the folder.
+
+        Every process checks before it joins the others: a job that was started with the same address would be joined,
+        and die of it.
+        """
+        try:
+            with self.paths.lock.open("r+") as file:
+                lock(file, shared=True)
+        except BlockingIOError:
+            raise self._taken() from None
+        except OSError:
+            pass  # none there yet, or none for us: `claim` says which
+
+    def _taken(self) -> InputError:
+        return InputError(f"another jaxlm train is at work in {self.paths}; wait for its end, or choose another --out")
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, file: Path) -> None:
+    """Raise InputError for a tokenizer with more tokens than a model."""
+    if tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"{file} has {tokenizer.vocab_size} tokens, and model.vocab_size = {vocab_size}: the model was trained "
+            "with another; put that back"
+        )

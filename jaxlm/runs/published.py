@@ -1,0 +1,149 @@
+"""A Hugging Face directory, or a model of the Hub, as a source of a model."""
+
+import json
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.data.packing import Rows
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.families import files, hub, tokens
+from jaxlm.families.files import TOKENIZER, is_adapter
+from jaxlm.runs.folder import check_vocabulary
+from jaxlm.runs.source import WeightsRequest, check_reads
+from jaxlm.training.display import Display
+from jaxlm.training.origin import Origin
+
+if TYPE_CHECKING:
+    from jaxlm.data.chat_template import ChatTemplate
+    from jaxlm.families.directory import PublishedModel
+    from jaxlm.models.tree import Tree
+
+DTYPES = "dtypes.json"  # of the tensors that an imported run was read from
+
+
+class PublishedSource:
+    """The model in a Hugging Face directory."""
+
+    def __init__(self, path: Path):
+        """Take a directory, of a model or of adapters of one, or the name of such a one on the Hub, whose small files
+        are fetched."""
+        from jaxlm.families.directory import PublishedModel
+        from jaxlm.families.peft import AdaptedModel
+
+        folder, name = (hub.fetch(path), str(path)) if hub.is_name(path) else (path, None)
+        self.model = AdaptedModel(folder, name) if is_adapter(folder) else PublishedModel(folder, name)
+        self.weights, self.text = PublishedWeights(self.model), PublishedText(self.model)
+        self.chat = PublishedChat(self.model, self.text)
+
+    def __str__(self) -> str:
+        return str(self.model)
+
+    def experiment(self) -> Experiment:
+        """Return the architecture, and for the rest defaults."""
+        return config.load(self.model.folder, kind=None)
+
+    def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
+        """Return the experiment with `key=value` overrides. Raises InputError for one that is not among `reads`, and
+        for those that make another model of it."""
+        experiment = config.load(self.model.folder, overrides, None)
+        if experiment.model != self.experiment().model:
+            raise InputError(f"{self} has another [model] than the overrides make of it; leave them out")
+        check_reads(config.overridden(overrides), reads)
+        return experiment
+
+
+class PublishedWeights:
+    """The weights in a Hugging Face directory."""
+
+    def __init__(self, model: "PublishedModel"):
+        self._model = model
+
+    def restore(self, request: WeightsRequest) -> "tuple[int, Tree]":
+        """Return 0 and the parameters, read from the file into their shards. Raises InputError where it is broken."""
+        if request.average or request.checkpoint not in ("newest", 0):
+            raise InputError(
+                f"{self._model} is a published model, with one set of weights; leave out --ema and --checkpoint"
+            )
+        for remark in self._model.remarks():
+            request.say(f"{self._model}: {remark}")
+        return 0, self._model.load(request.mesh, request.rules, request.dtype)
+
+    def digest(self, step: int | None = None) -> str:
+        """Return a digest of the weights. Raises InputError where a file is missing."""
+        return self._model.digest()
+
+    def origin(self, step: int | None = None) -> Origin:
+        """Return the record of a run that begins with these weights, which have no step."""
+        hub_name, folder = self._model.hub_name, self._model.adapter or self._model.folder
+        return Origin(hub_name or str(folder.absolute()), "published", None, hub_name and folder.name)
+
+    def sidecar_files(self) -> dict[str, bytes]:
+        """Return the small files of the directory by name, and the dtypes of its tensors."""
+        contents = {file.name: file.read_bytes() for file in files.carried(self._model.folder)}
+        return contents | {DTYPES: (json.dumps(self._model.dtypes(), indent=1) + "\n").encode()}
+
+
+class PublishedText:
+    """The tokenizer in a Hugging Face directory, which has no text."""
+
+    def __init__(self, model: "PublishedModel"):
+        self._model = model
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether there is a tokenizer, in a file of a format that jaxlm has."""
+        return bool(tokens.files(self._model.folder))
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of the tokenizer, or of what that is converted to. Raises InputError where there is none, or one
+        that cannot be converted."""
+        return self._tokenizer_file
+
+    @cached_property
+    def _tokenizer_file(self) -> Path:
+        folder = self._model.folder
+        if not self.has_tokenizer:
+            only = f", but {code}, which is code and is not run" if (code := tokens.code(folder)) else ""
+            raise InputError(f"{self._model} has no {TOKENIZER}{only}; give --token-ids in place of --prompt")
+        return tokens.complete(folder, self._model.model.vocab_size)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises InputError as `tokenizer_file`, and for one with more tokens than the model."""
+        tokenizer = tokens.load(self.tokenizer_file, self._model.folder)
+        check_vocabulary(tokenizer, self._model.model.vocab_size, self.tokenizer_file)
+        return tokenizer
+
+    def check_held_out(self, experiment: Experiment) -> None:
+        """Raise InputError: no text is known that a published model was trained with."""
+        raise self._has_none()
+
+    def held_out(self, experiment: Experiment, display: Display) -> dict[str, Rows]:
+        """Raise InputError as `check_held_out` does."""
+        raise self._has_none()
+
+    def _has_none(self) -> InputError:
+        return InputError(f"{self._model} is a published model, which has no held-out text; give --data PATH")
+
+
+class PublishedChat:
+    """The chat template in a Hugging Face directory, and the settings that its publisher draws with."""
+
+    def __init__(self, model: "PublishedModel", text: PublishedText):
+        self._model, self._text = model, text
+
+    def template(self) -> "ChatTemplate | None":
+        """Return the chat template, or None. Raises InputError for one that is broken."""
+        from jaxlm.data.chat_template import load
+
+        return load(self._model.folder, self._text.load_tokenizer()) if self._text.has_tokenizer else None
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json."""
+        return self._model.generation

@@ -103,10 +103,10 @@ def train(
     the run fails, and Stopped for a signal before there is anything to save.
     """
     from jaxlm.runs.job import Job
-    from jaxlm.runs.locate import begun_from, source_of
+    from jaxlm.runs.locate import needed_by, source_of
     from jaxlm.training.display import Display
 
-    source = begun_from(Path(out)) if start_from is None else source_of(Path(start_from))
+    source = needed_by(Path(out)) if start_from is None else source_of(Path(start_from))
     shown = display or Display()
     return Job(experiment, Path(out), shown, profile, max_hours, process, continue_with_changes, source).run()
 

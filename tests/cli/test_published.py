@@ -19,6 +19,7 @@ from jaxlm.families import safetensors
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.safetensors import LazyTensor
 from jaxlm.runs.folder import Run
+from jaxlm.runs.locate import needed_by
 from jaxlm.runs.published import PublishedSource
 from jaxlm.runs.trained import RunSource
 
@@ -224,7 +225,7 @@ def test_a_run_begins_with_published_weights_and_gives_them_back_trained(chatty,
     assert said("train", killed, status=2).startswith(why)
     away.rename(chatty)
     said(*command)
-    assert str(api._needed(killed)) == str(chatty) and api._needed(out) is None
+    assert str(needed_by(killed)) == str(chatty) and needed_by(out) is None
     assert runs.rows(out) == recorded
     other = said("train", experiment, "--from", PUBLISHED, "--out", out, status=2)
     assert other == (

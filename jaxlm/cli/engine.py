@@ -9,8 +9,6 @@ from jaxlm.core.units import parse_memory
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
-    from jaxlm.costs.workload import Workload
-    from jaxlm.inference.engine import Engine
 
 # The keys of [inference] that an engine reads.
 _READ = tuple(f"inference.{key}" for key in ("sequences", "context", "page", "chunk_tokens", "cache_memory"))
@@ -73,17 +71,6 @@ def load(arguments: argparse.Namespace, **more: int) -> "LoadedModel":
     model = trained.load(arguments, _READ, arguments.dtype, overrides=sizes)
     model.settings = replace(model.settings, exact=not arguments.fast, **more)
     return model
-
-
-def work_of(model: "LoadedModel", running: "Engine", batch: int | None, sequence: int) -> "Workload":
-    """Return the decoding step of an engine for costs, of `batch` sequences (one on each shard of a batch) that hold so
-    many tokens."""
-    from jaxlm.costs.workload import Workload
-    from jaxlm.parallel.layout import Layout
-
-    work = Workload.of(model.experiment, Layout(**model.mesh.shape), "decode")
-    dtype = str(running.runner.programs.dtype)
-    return replace(work.with_execution(dtype=dtype), batch=batch or work.batch_shards, sequence=sequence)
 
 
 def option(arguments: argparse.Namespace) -> str | None:

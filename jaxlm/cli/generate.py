@@ -7,9 +7,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxlm import api
+from jaxlm.api.model import MAX_ANSWER_TOKENS, MAX_TOKENS
 from jaxlm.cli import chat, engine, prompts, trained
 from jaxlm.cli.paths import as_utf8
 from jaxlm.core.errors import InputError, in_one_line
@@ -31,8 +31,6 @@ _SAMPLING = {
     "presence_penalty": (float, "X", "subtract X from logits of tokens drawn before (0)"),
     "frequency_penalty": (float, "X", "subtract X for each time that a token was drawn (0)"),
 }
-# As transformers writes options that change nothing.
-_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"at most this many for each ({api.MAX_TOKENS}, of answers {api.MAX_ANSWER_TOKENS}, or fewer where the "
+        help=f"at most this many for each ({MAX_TOKENS}, of answers {MAX_ANSWER_TOKENS}, or fewer where the "
         "context ends before)",
     )
     parser.add_argument(
@@ -79,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
     model = engine.load(arguments)
     if arguments.chat:
         model.chat_template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
-    sampling = with_published(model, asked)
+    sampling = model.sampling(**asked)
     if given is None and arguments.chat:
         _converse(model, sampling, arguments)
         return 0
@@ -99,21 +97,6 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         _show(pieces, given, arguments.num_samples)
     return 0
-
-
-def with_published(model: "LoadedModel", asked: dict[str, Any]) -> "Sampling":
-    """Return the sampling that is asked for, and otherwise what generation_config.json of published weights says."""
-    from jaxlm.inference.requests import Sampling
-
-    published = model.source.chat.generation
-    found = {
-        name: published[name]
-        for name in _SAMPLING
-        if published.get("do_sample") and published.get(name, _OFF.get(name)) not in (None, _OFF.get(name))
-    }
-    if said := [f"{name} = {value}" for name, value in found.items() if name not in asked]:
-        print(f"jaxlm: {', '.join(said)} of generation_config.json", file=sys.stderr)
-    return Sampling(**{**found, **asked}).check("generation_config.json: {} =".format)
 
 
 def _drawn(

@@ -14,17 +14,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxlm import api
+from jaxlm.api import serving
 from jaxlm.cli import chat, engine, trained
-from jaxlm.cli.generate import with_published
 from jaxlm.cli.paths import path
-from jaxlm.core.errors import InputError, RunFailed
+from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     import socket
 
     from jaxlm.api import LoadedModel
-    from jaxlm.costs.serving import TokenCost
-    from jaxlm.inference.engine import Engine
+    from jaxlm.api.serving import Progress
     from jaxlm.parallel.processes import ProcessSpec
 
 _NEEDS = ("starlette", "uvicorn", "prometheus_client")
@@ -102,99 +102,49 @@ def _join(arguments: argparse.Namespace, spec: "ProcessSpec | None") -> None:
     processes.check_same("settings", asked, "start all with the same MODEL, options and COUNT")
 
 
-def _loaded(arguments: argparse.Namespace) -> "tuple[LoadedModel, Engine, bool]":
-    """Return the model and its engine, and whether it computes a row in one way. Every process does the same."""
-    from jaxlm.parallel import processes
+def _load(arguments: argparse.Namespace) -> "LoadedModel":
+    """Return the model, the same in every process."""
+    return engine.load(arguments, max_queued=arguments.max_queued, max_queued_tokens=arguments.max_queued_tokens)
 
-    model = engine.load(
-        arguments,
-        max_queued=arguments.max_queued,
-        max_queued_tokens=arguments.max_queued_tokens,
-    )
-    if model.tokenizer is None:
-        raise InputError(f"{model.source} has no tokenizer, and a server speaks in texts; generate from --token-ids")
-    running = model.engine()
-    processes.check_same("caches", {"pages": list(running.runner.cache.counts)}, "give all the same --cache-memory")
-    return model, running, _warmed(running, arguments.json or not processes.is_first())
+
+def _progress(is_quiet: bool) -> "Progress":
+    """Return what shows the progress of compiling."""
+    from jaxlm.cli.progress import working
+
+    return nullcontext if is_quiet else working
 
 
 def _follow(arguments: argparse.Namespace) -> int:
     """Do what process 0 does, until it ends."""
     from jaxlm.inference import leader
 
-    _, running, _ = _loaded(arguments)
+    running, _ = serving.ready_engine(_load(arguments), _progress(is_quiet=True))
     leader.follow(running)
     return 0
 
 
 def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.socket") -> int:
-    from jaxlm.inference import leader
-    from jaxlm.inference.service import EngineService
-    from jaxlm.server.app import make_app
-    from jaxlm.server.metrics import ServerMetrics
-    from jaxlm.server.process import DrainingServer, url_of
-    from jaxlm.server.served import ServedModel, ServerLimits
+    from jaxlm.server.process import url_of
+    from jaxlm.server.served import ServerLimits
 
-    model, running, exact = _loaded(arguments)
-    template, sampling = model.source.chat.template(), with_published(model, {})
-    if arguments.chat_template_kwargs:
-        template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
-    if arguments.exact and not exact:
-        raise RunFailed("programs of other sizes compute a row otherwise here, in some bit; serve without --exact")
-    end_others = leader.lead(running)
-    metrics = ServerMetrics()
-    service = EngineService(running, metrics, lambda: server.end())
-    metrics.watch(service)
-    served = ServedModel(
-        arguments.name or _name(arguments.run),
-        service,
-        model.tokenizer,
-        template,
-        sampling,
-        _cost(model, running),
-        exact,
-        ServerLimits(arguments.max_body, arguments.max_seconds, arguments.stalled_seconds),
+    settings = serving.ServerSettings(
+        arguments.name,
         keys,
+        ServerLimits(arguments.max_body, arguments.max_seconds, arguments.stalled_seconds),
+        arguments.drain_seconds,
+        arguments.chat_template_kwargs,
+        must_be_exact=arguments.exact,
     )
+    server = api.serve(_load(arguments), settings, progress=_progress(arguments.json))
 
     def ready() -> None:
         url = url_of(listening)
         if arguments.json:
-            print(json.dumps({"url": url, "model": served.name, "exact": exact, "pid": os.getpid()}), flush=True)
+            print(json.dumps({"url": url, "model": server.name, "exact": server.exact, "pid": os.getpid()}), flush=True)
             return
-        _say(f"serving {served.name} at {url}/v1 (exact: {'yes' if exact else 'no'}); Ctrl-C ends it")
+        _say(f"serving {server.name} at {url}/v1 (exact: {'yes' if server.exact else 'no'}); Ctrl-C ends it")
 
-    server = DrainingServer(make_app(served, metrics), service, arguments.drain_seconds, ready)
-    server.run(sockets=[listening])
-    end_others()
-    if service.failure:
-        raise RunFailed(service.failure)
-    return 130 if server.signal == signal.SIGINT else 0
-
-
-def _cost(model: "LoadedModel", running: "Engine") -> "TokenCost":
-    """Return what a token of a sequence that is half as long as it may be costs."""
-    import jax
-
-    from jaxlm.costs.hardware.target import of_devices
-    from jaxlm.costs.serving import token_cost
-
-    device, work = jax.devices()[0], engine.work_of(model, running, None, max(running.longest // 2, 1))
-    try:
-        return token_cost(work, of_devices(device.device_kind, device.platform, work.layout.size))
-    except InputError:  # chips that the catalog does not know, or a machine that is not calibrated
-        return token_cost(work, None)
-
-
-def _warmed(engine: "Engine", is_quiet: bool) -> bool:
-    """Compile all programs, and return whether they compute a row in one way."""
-    from jaxlm.cli.progress import working
-
-    programs = len(engine.runner.programs.shapes.all(scores=True))
-    with nullcontext() if is_quiet else working(f"compiling {programs} programs"):
-        engine.warm(scores=True)
-    with nullcontext() if is_quiet else working("comparing what they compute"):
-        return engine.check()
+    return 130 if server.run(listening, ready=ready) == signal.SIGINT else 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -233,12 +183,6 @@ def _bound(arguments: argparse.Namespace) -> "socket.socket":
     if not arguments.api_key_file and not ipaddress.ip_address(found.getsockname()[0]).is_loopback:
         _say("whoever reaches this address may use the model; --api-key-file asks for keys")
     return found
-
-
-def _name(run: Path) -> str:
-    """Return the name of a model: ORG/NAME of hf:ORG/NAME, or that of its folder."""
-    name = str(run)
-    return name.removeprefix("hf:") if name.startswith("hf:") else run.resolve().name
 
 
 def _say(line: str) -> None:

@@ -21,11 +21,10 @@ class DrainingServer(uvicorn.Server):
     """A server that drains at the first SIGTERM or SIGINT, and is ended by the second as by any.
 
     Args:
-      ready: is called when it listens.
       drain_seconds: that requests under way may take at the end; then they end with an error.
     """
 
-    def __init__(self, app: Starlette, service: EngineService, drain_seconds: float, ready: Callable[[], None]):
+    def __init__(self, app: Starlette, service: EngineService, drain_seconds: float):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -38,8 +37,14 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self.signal: int | None = None
-        self._service, self._drain_seconds, self._ready = service, drain_seconds, ready
+        self._service, self._drain_seconds = service, drain_seconds
+        self._ready: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def serve_on(self, listening: socket.socket, ready: Callable[[], None]) -> None:
+        """Serve on a bound socket to the end; `ready` is called when it listens."""
+        self._ready = ready
+        self.run(sockets=[listening])
 
     def end(self) -> None:
         """End in order, from any thread."""

@@ -6,11 +6,10 @@ is measured first.
 """
 
 import argparse
-import statistics
-import time
 from dataclasses import replace
 from typing import Any
 
+from jaxlm import api
 from jaxlm.cli import engine, trained
 from jaxlm.cli.bench import out
 from jaxlm.core.errors import InputError
@@ -30,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     import jax
 
+    from jaxlm.cli.progress import working
     from jaxlm.inference.measured import read_bytes_per_s
     from jaxlm.training.environment import environment
 
@@ -37,13 +37,13 @@ def main(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name} {getattr(arguments, name)} must be 1 or more")
     out.check(arguments)
-    bandwidth, cases = None, []
-    for context in arguments.context:
-        for rows in arguments.rows:
-            model = _loaded(arguments, rows, context)
-            bandwidth = bandwidth or read_bytes_per_s()
-            cases.append(_measured(arguments, model, rows, context, bandwidth))
-    found = {
+    model = trained.load(arguments, dtype=arguments.dtype)
+    model.set_engine(replace(model.settings, exact=not arguments.fast))
+    bandwidth = read_bytes_per_s()
+    options = {"steps": arguments.steps, "blocks": arguments.blocks, "bytes_per_s": bandwidth, "progress": working}
+    lengths = [(rows, context) for context in arguments.context for rows in arguments.rows]
+    cases = [api.bench_decode(model, *each, **options)._asdict() for each in lengths]
+    figures = {
         "model": arguments.run.name,
         "exact": not arguments.fast,
         "steps": arguments.steps,
@@ -52,60 +52,17 @@ def main(arguments: argparse.Namespace) -> int:
         "cases": cases,
         "environment": environment(jax.devices()),
     }
-    out.give(arguments, found, _show)
+    out.give(arguments, figures, _show)
     return 0
 
 
-def _loaded(arguments: argparse.Namespace, rows: int, context: int) -> Any:
-    """Return the model with an engine for these sequences."""
-    longest = context + (arguments.blocks + 1) * arguments.steps + 1
-    model = trained.load(arguments, dtype=arguments.dtype)
-    model.settings = replace(model.settings, slots=rows, context=longest, exact=not arguments.fast)
-    if longest > model.config.context_length:
-        raise InputError(
-            f"--context {context} and {longest - context} steps exceed model.context_length = "
-            f"{model.config.context_length}; lower --context, --blocks or --steps"
-        )
-    return model
-
-
-def _measured(arguments: argparse.Namespace, model: Any, rows: int, context: int, bandwidth: float) -> dict[str, Any]:
-    """Return the figures of a number of sequences of a length."""
-    from jaxlm.cli.progress import working
-    from jaxlm.costs.serving import token_cost
-    from jaxlm.inference.measured import decode_steps
-
-    running, steps = model.engine(), arguments.steps
-    with working(f"{rows} sequences of {context} tokens"):
-        run = decode_steps(running, rows, context, (arguments.blocks + 1) * steps)
-        times = []
-        for _ in range(arguments.blocks + 1):
-            begun = time.perf_counter()
-            run(steps)
-            times.append((time.perf_counter() - begun) / steps)
-    work = engine.work_of(model, running, rows, context + len(times) * steps // 2)
-    read = token_cost(work, None).read_bytes // work.layout.size  # of one device
-    step = statistics.median(times[1:])
-    return {
-        "rows": rows,
-        "context": context,
-        "dtype": str(running.runner.programs.dtype),
-        "median_step_s": step,
-        "step_s": times[1:],
-        "tokens_per_s": rows / step,
-        "read_bytes": read,
-        "read_s": read / bandwidth,
-        "share_of_read_bound": read / bandwidth / step,
-    }
-
-
-def _show(found: dict[str, Any]) -> None:
+def _show(figures: dict[str, Any]) -> None:
     from jaxlm.cli.tables import TextTable, numbers
 
-    dtypes = ", ".join(dict.fromkeys(case["dtype"] for case in found["cases"]))
-    title = f"{found['model']} in {dtypes}, {'exact' if found['exact'] else 'fast'}"
+    dtypes = ", ".join(dict.fromkeys(case["dtype"] for case in figures["cases"]))
+    title = f"{figures['model']} in {dtypes}, {'exact' if figures['exact'] else 'fast'}"
     table = TextTable(numbers("sequences", "tokens", "ms a step", "tokens/s", "read in ms", "share"), title)
-    for case in found["cases"]:
+    for case in figures["cases"]:
         table.add(
             f"{case['rows']}",
             f"{case['context']:,}",
@@ -115,7 +72,7 @@ def _show(found: dict[str, Any]) -> None:
             f"{case['share_of_read_bound']:.0%}",
         )
     table.print()
-    print(f"memory is read at {found['read_bytes_per_s'] / 1e9:.1f} GB/s here")
+    print(f"memory is read at {figures['read_bytes_per_s'] / 1e9:.1f} GB/s here")
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,13 +1,8 @@
-"""jaxlm from a program: train a model, load and compare trained ones, plan and compile their steps.
+"""A trained or published model in use: its parameters, logits and texts, and its engine."""
 
-Importing this module imports nothing heavy; its functions import what they need.
-"""
-
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, cast
 
 from jaxlm.core.errors import InputError
@@ -17,28 +12,20 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxlm.config import Experiment
-    from jaxlm.costs.ranking import Ranking
+    from jaxlm.costs.workload import Workload
     from jaxlm.data.chat_template import ChatTemplate, Message
     from jaxlm.data.tokenizers import Tokenizer
     from jaxlm.inference.completion import Completion, Piece
     from jaxlm.inference.engine import Engine
     from jaxlm.inference.requests import Named, Request, Sampling
     from jaxlm.inference.settings import EngineSettings
-    from jaxlm.lowering.report import CompiledStep
     from jaxlm.models.config import ModelConfig
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.layout import Layout
-    from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.parallel.rules import Kind
-    from jaxlm.runs.comparison import RunComparison
-    from jaxlm.runs.conversion import Converted
     from jaxlm.runs.source import ModelSource
-    from jaxlm.runs.summary import RunSummary
-    from jaxlm.training.display import Display, Ended
+    from jaxlm.training.display import Display
     from jaxlm.training.evaluation import Evaluation
-    from jaxlm.training.profile import ProfiledSteps
-
-__all__ = ["LoadedModel", "compare", "compile", "configure", "export", "import_run", "load", "plan", "runs", "train"]
 
 MAX_TOKENS = 100  # that are drawn where nobody says how many
 MAX_ANSWER_TOKENS = 1024  # of an answer
@@ -46,108 +33,11 @@ MAX_ANSWER_TOKENS = 1024  # of an answer
 # A text or token ids to continue, or the messages of a conversation to answer, each with `role` and `content`.
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 
-
-def _silent(line: str) -> None:
-    pass
-
-
-def configure(
-    config: str | Path, overrides: Sequence[str] = (), *, start_from: str | Path | None = None
-) -> "Experiment":
-    """Load the configuration of a run. Raises InputError as `jaxlm.config.load` does.
-
-    Args:
-      config: a TOML file, a run, or the name of a configuration that comes with jaxlm.
-      overrides: `key=value` changes.
-      start_from: the model that the run is to begin with: [model] and data.tokenizer are its where they are not given.
-    """
-    from jaxlm import config as experiments
-    from jaxlm.runs.locate import source_of
-    from jaxlm.runs.source import load_experiment
-
-    if start_from is None:
-        return experiments.load(config, overrides)
-    return load_experiment(config, overrides, source_of(Path(start_from)))
-
-
-def train(
-    experiment: "Experiment",
-    out: str | Path,
-    *,
-    display: "Display | None" = None,
-    profile: "ProfiledSteps | None" = None,
-    max_hours: float | None = None,
-    process: "ProcessSpec | None" = None,
-    continue_with_changes: bool = False,
-    start_from: str | Path | None = None,
-) -> "Ended":
-    """Train a model, or resume what `out` holds, up to `training.steps`.
-
-    A first SIGINT, SIGTERM or SIGHUP ends the run after the step in progress, with a checkpoint; so does the end of
-    `max_hours`. Call it in the main thread, which alone may handle signals.
-
-    Args:
-      experiment: as `configure` returns it.
-      out: folder of the run, made where it is not there.
-      display: shows the progress; by default nothing does.
-      profile: steps to trace for XProf.
-      max_hours: hours that this process may last, from its start.
-      process: the place of this process in a job of several; Slurm, Open MPI and Cloud TPU say it themselves.
-      continue_with_changes: whether a run may be continued as another one (`jaxlm.training.changes`); history.jsonl in
-        `out` says from which step.
-      start_from: a run or a Hugging Face directory whose weights a new run begins with, or adapts (`experiment.lora`);
-        its architecture and tokenizer are to be the experiment's. A run that is resumed remembers it, and needs it only
-        before its first checkpoint, or for adapters.
-
-    Raises InputError where the experiment cannot be trained here or in `out`, Diverged and Unsaved (RunFailed) where
-    the run fails, and Stopped for a signal before there is anything to save.
-    """
-    from jaxlm.runs.job import Job
-    from jaxlm.runs.locate import needed_by, source_of
-    from jaxlm.training.display import Display
-
-    source = needed_by(Path(out)) if start_from is None else source_of(Path(start_from))
-    shown = display or Display()
-    return Job(experiment, Path(out), shown, profile, max_hours, process, continue_with_changes, source).run()
-
-
-def load(
-    run: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    reads: Collection[str] | None = None,
-    checkpoint: Literal["newest", "best"] = "newest",
-    average: bool = False,
-    dtype: str | None = None,
-    workload: "Kind" = "decode",
-    engine: "EngineSettings | None" = None,
-    say: Callable[[str], None] = _silent,
-) -> "LoadedModel":
-    """Load a trained model; its parameters are restored when they are first asked for.
-
-    Args:
-      run: folder of a run of `train`, a Hugging Face directory, or hf:ORG/NAME of the Hub.
-      overrides: `key=value` changes of its experiment, such as "mesh.tensor=1"; none may change its architecture.
-      reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
-      checkpoint: the newest, or the one with the lowest held-out loss.
-      average: whether to take the moving average of the weights (`training.ema_decay`) in their place.
-      dtype: of the parameters, "float32" or "bfloat16", "stored" for the one that each is stored in, or "auto" for the
-        one that is fastest here, as measured; `execution.dtype` where it is not given.
-      workload: the step that parameters are laid out for: "decode" keeps weights where they are; "train", for
-        `evaluate`, shards them over fsdp too, and "prefill" those of them that it divides.
-      engine: settings of the engine that continues prompts; by default of the sizes in `experiment.inference`.
-      say: takes a line about each checkpoint that is passed over, and about a dtype that was chosen.
-
-    Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
-    """
-    from jaxlm.runs.locate import source_of
-
-    source = source_of(Path(run))
-    if average and source.experiment().training.ema_decay is None:
-        raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
-    experiment = source.overridden(overrides, reads)
-    dtype = dtype or experiment.execution.dtype
-    return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say)
+# Fields of Sampling that generation_config.json may have, with what transformers writes where one changes nothing.
+_PUBLISHED: dict[str, float | None] = {
+    **{"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"presence_penalty": None, "frequency_penalty": None},
+}
 
 
 class LoadedModel:
@@ -333,6 +223,21 @@ class LoadedModel:
             for row, request in enumerate(asked)
         ]
 
+    def sampling(self, **given: Any) -> "Sampling":
+        """Return the sampling that is given, fields of `Sampling`, and otherwise that of generation_config.json of
+        published weights. Raises InputError for values there that mean nothing."""
+        from jaxlm.inference.requests import Sampling
+
+        published = self.source.chat.generation
+        values = {
+            name: published[name]
+            for name, off in _PUBLISHED.items()
+            if published.get("do_sample") and published.get(name, off) not in (None, off)
+        }
+        if taken := [f"{name} = {value}" for name, value in values.items() if name not in given]:
+            self._say(f"{', '.join(taken)} of generation_config.json")
+        return Sampling(**{**values, **given}).check("generation_config.json: {} =".format)
+
     def complete(self, requests: "Sequence[Request]", seed: int = 0) -> "Iterator[Piece]":
         """Return the pieces of the continuations of requests, as they are drawn. Raises InputError as `generate`."""
         from jaxlm.inference.completion import Completer
@@ -355,6 +260,20 @@ class LoadedModel:
             self._engine = None  # its memory is free before another takes some
             self._engine = self._new_engine(replace(self.settings, context=1 << (tokens - 1).bit_length()))
         return self._engine
+
+    def set_engine(self, settings: "EngineSettings") -> None:
+        """Have `engine` make one of other settings."""
+        self.settings, self._engine = settings, None
+
+    def decode_work(self, sequence: int, batch: int | None = None) -> "Workload":
+        """Return the decoding step of the engine for costs, of `batch` sequences (one on each shard of a batch) that
+        hold so many tokens."""
+        from jaxlm.costs.workload import Workload
+        from jaxlm.parallel.layout import Layout
+
+        work = Workload.of(self.experiment, Layout(**self.mesh.shape), "decode")
+        work = work.with_execution(dtype=str(self.engine().runner.programs.dtype))
+        return replace(work, batch=batch or work.batch_shards, sequence=sequence)
 
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
         from jaxlm.inference.engine import Engine
@@ -450,158 +369,3 @@ class LoadedModel:
 
 def _is_conversation(prompt: Prompt) -> "TypeGuard[Sequence[Message]]":
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None] = _silent) -> "Converted":
-    """Convert a Hugging Face directory into a run, once. Nothing of it is executed.
-
-    Args:
-      model: the directory, or hf:ORG/NAME of the Hub: config.json and safetensors of a family that jaxlm has
-        (docs/models.md).
-      run: the folder to make. Training starts from it, and does not continue in it.
-      say: takes a line about what is not read, or odd.
-
-    Returns the family and the number of parameters. Raises InputError where the directory is broken, has a key or a
-    tensor that jaxlm does not know, or where the folder is taken.
-    """
-    from jaxlm.runs import conversion
-
-    return conversion.import_run(Path(model), Path(run), say)
-
-
-def export(
-    run: str | Path,
-    folder: str | Path,
-    *,
-    checkpoint: Literal["newest", "best"] = "newest",
-    average: bool = False,
-    adapter: bool = False,
-    say: Callable[[str], None] = _silent,
-) -> "Converted":
-    """Write the model of a run as a Hugging Face directory.
-
-    Args:
-      run: the folder of a run, or a Hugging Face directory.
-      folder: the directory to make.
-      checkpoint, average: as in `load`.
-      adapter: write the adapters of a run alone, as a PEFT directory; otherwise they are added to what they adapt.
-      say: takes a line about each file.
-
-    Returns the family and the number of parameters. Raises InputError where the model is of no family, where the folder
-    is there, or for an `adapter` of a run that has none.
-    """
-    from jaxlm.runs import adapters, conversion
-    from jaxlm.runs.locate import source_of
-
-    if adapter:
-        source = source_of(Path(run))
-        if not isinstance(source.weights, adapters.AdaptedWeights):
-            raise InputError(f"{source} is no run with adapters ([lora]); leave out --adapter")
-        return adapters.export(source.weights, Path(folder), checkpoint, average, say)
-    # Nothing is computed: each device holds as little as may be.
-    model = load(run, checkpoint=checkpoint, average=average, dtype="stored", workload="prefill", say=say)
-    return conversion.export(model.source, model.parameters, model.experiment, Path(folder), say)
-
-
-def runs(folder: str | Path = "runs") -> "list[RunSummary]":
-    """Return the runs in a folder and below it, the latest first. Raises InputError where there is no such folder."""
-    from jaxlm.runs.summary import find
-
-    return find(Path(folder))
-
-
-def compare(runs: Sequence[str | Path], picture: str | Path | None = None) -> "RunComparison":
-    """Compare runs: the keys that differ, and their losses at equal steps and at equal training tokens.
-
-    Args:
-      runs: their folders.
-      picture: where to draw their losses as a PNG.
-
-    Raises InputError where a folder is no run, or where the picture cannot be written.
-    """
-    from jaxlm.runs.comparison import compare
-
-    return compare([Path(run) for run in runs], None if picture is None else Path(picture))
-
-
-def plan(
-    experiment: "Experiment",
-    on: str,
-    *,
-    mesh: str | None = None,
-    workload: "Kind" = "train",
-    held: Collection[str] = (),
-) -> "Ranking":
-    """Count what a step costs on chips that need not be here, without starting a JAX backend.
-
-    Args:
-      experiment: as `jaxlm.config.load` returns it; where it gives no `training.batch`, or in inference no
-        `inference.sequences`, they are padded until the mesh divides them.
-      on: chips, such as "h200-sxm:8" or "tpu-v5e:4x4"; "all:8" ranks 8 chips of each kind in the catalog.
-      mesh: axes, such as "fsdp=8,tensor=2", in place of the experiment's; "auto" ranks those that fit.
-      workload: a step of training, a prefill or one decoded token of each sequence (`jaxlm.config.SIZE_KEYS`).
-      held: settings that a search leaves as they are, of "microbatches" and "remat".
-
-    Returns plans, the best first, with why chips of the catalog are not among them. Raises InputError where the chips
-    are not known or lack a figure, where the mesh does not divide the model, or where no mesh fits.
-    """
-    from jaxlm.costs.ranking import rank
-
-    return rank(experiment, on, mesh, workload, held)
-
-
-def compile(
-    experiment: "Experiment",
-    on: str,
-    *,
-    mesh: str | None = None,
-    workload: "Kind" = "train",
-    fit: bool = False,
-    quick: bool = False,
-    held: Collection[str] = (),
-    say: Callable[[str], None] = _silent,
-    warn: Callable[[str], None] = warnings.warn,
-) -> "CompiledStep":
-    """Compile a step for chips that need not be here, by XLA's own compiler for them. It keeps JAX in this process to
-    the CPU.
-
-    Args:
-      experiment, on, mesh, workload, held: as in `plan`, but for "auto" and "all".
-      fit: find the largest microbatch and the cheapest rematerialisation that fit, in place of the experiment's.
-      quick: search less for a fast program; for TPUs only.
-      say: takes a line before each program that is compiled.
-      warn: takes a line about what is unusual of the mesh.
-
-    Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where the step cannot be
-    compiled, or as `plan` does.
-    """
-    import jax
-
-    from jaxlm.costs.hardware.target import Target
-    from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import batch_shards, layout_on, on_mesh, with_batch
-    from jaxlm.costs.workload import Workload
-    from jaxlm.lowering import report, targets
-    from jaxlm.lowering.fit import compile_fitting
-    from jaxlm.parallel.mesh import make_mesh
-
-    if fit and workload != "train":
-        raise InputError(f"--fit varies microbatches and rematerialisation, which {workload} does not have")
-    target = Target.parse(on)
-    if quick and target.chip.kind != "tpu":
-        raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
-    experiment = on_mesh(experiment, mesh)
-    experiment = with_batch(experiment, batch_shards(experiment, target, workload), workload)
-    layout = layout_on(experiment, target, workload)
-    if replicated := say_replicated(Workload.of(experiment, layout, workload)):
-        warn(replicated)
-    jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        devices = make_mesh(layout, targets.devices(target))
-    for warning in caught:
-        warn(str(warning.message))
-    if fit:
-        return compile_fitting(experiment, target, devices, quick, say, held)
-    say(f"compiling for {target}")
-    return report.compile(experiment, workload, target, devices, quick)

@@ -1,0 +1,95 @@
+"""The speed of decoding, measured beside the time in which its bytes can be read."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxlm.core.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxlm.api.model import LoadedModel
+
+
+class DecodeSpeed(NamedTuple):
+    """The measured speed of decoding.
+
+    Attributes:
+      rows: sequences that draw together.
+      context: tokens of each prompt.
+      dtype: that is computed in.
+      median_step_s: seconds of a step, in which each sequence draws a token.
+      step_s: seconds of a step, the mean of each block.
+      read_bytes: the least bytes that a device reads in a step, as counted.
+      read_s: seconds in which they can be read, by a sum over a large array.
+      share_of_read_bound: `read_s` over `median_step_s`.
+    """
+
+    rows: int
+    context: int
+    dtype: str
+    median_step_s: float
+    step_s: list[float]
+    tokens_per_s: float
+    read_bytes: int
+    read_s: float
+    share_of_read_bound: float
+
+
+def bench_decode(
+    model: "LoadedModel",
+    rows: int,
+    context: int,
+    *,
+    steps: int = 10,
+    blocks: int = 12,
+    bytes_per_s: float | None = None,
+    progress: Callable[[str], AbstractContextManager] = nullcontext,
+) -> DecodeSpeed:
+    """Measure decoding: blocks of steps are timed after one that is not, and the median is taken.
+
+    Args:
+      model: as `load` returns it; it is measured with an engine of `rows` sequences of the length that is needed.
+      rows: sequences.
+      context: random tokens of each prompt.
+      steps: of a block.
+      bytes_per_s: the bandwidth of a sum over a large array; measured where it is not given.
+      progress: takes what is being done, and returns a context for it.
+
+    Raises InputError where the sequences do not fit the model's context.
+    """
+    from jaxlm.costs.serving import token_cost
+    from jaxlm.inference.measured import decode_steps, read_bytes_per_s
+
+    longest = context + (blocks + 1) * steps + 1
+    if longest > model.config.context_length:
+        raise InputError(
+            f"--context {context} and {longest - context} steps exceed model.context_length = "
+            f"{model.config.context_length}; lower --context, --blocks or --steps"
+        )
+    bytes_per_s = bytes_per_s or read_bytes_per_s()
+    settings, times = model.settings, []
+    model.set_engine(replace(settings, slots=rows, context=longest))
+    with progress(f"{rows} sequences of {context} tokens"):
+        run = decode_steps(model.engine(), rows, context, (blocks + 1) * steps)
+        for _ in range(blocks + 1):
+            start = time.perf_counter()
+            run(steps)
+            times.append((time.perf_counter() - start) / steps)
+    dtype, work = str(model.engine().runner.programs.dtype), model.decode_work(context + len(times) * steps // 2, rows)
+    model.set_engine(settings)
+    read_bytes = token_cost(work, None).read_bytes // work.layout.size  # of one device
+    step_s, read_s = statistics.median(times[1:]), read_bytes / bytes_per_s
+    return DecodeSpeed(
+        rows=rows,
+        context=context,
+        dtype=dtype,
+        median_step_s=step_s,
+        step_s=times[1:],
+        tokens_per_s=rows / step_s,
+        read_bytes=read_bytes,
+        read_s=read_s,
+        share_of_read_bound=read_s / step_s,
+    )

@@ -14,7 +14,7 @@ from jaxlm import api, config
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
 from jaxlm.core.moved_keys import MOVED
-from jaxlm.run import Run
+from jaxlm.runs.job_folder import JobFolder
 from jaxlm.training.changes import changed_keys
 
 # Four steps of `jaxlm train`, on the commit before these sections.
@@ -22,8 +22,8 @@ EARLIER = Path(__file__).with_name("earlier_run")
 
 
 @pytest.fixture
-def earlier(tmp_path) -> Run:
-    return Run(Path(shutil.copytree(EARLIER, tmp_path / "run")))
+def earlier(tmp_path) -> JobFolder:
+    return JobFolder(Path(shutil.copytree(EARLIER, tmp_path / "run")))
 
 
 def as_earlier(values: dict) -> dict:
@@ -96,7 +96,7 @@ def test_an_earlier_run_is_resumed_bit_for_bit(tmp_path, tmp_path_factory, capsy
 
     train(whole)
     train(run, "training.steps=3", "optimizer.schedule.decay_steps=6")
-    paths = Run(run).paths
+    paths = JobFolder(run).paths
     paths.config.write_text(tomli_w.dumps(as_earlier(tomllib.loads(paths.config.read_text()))))
     (row,) = rows(run, "history.jsonl")
     row["config"] = as_earlier(row["config"])

@@ -3,6 +3,7 @@
 All that it needs stands in this file. Its states go through packed documents, chunks and the pages of the engine.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -13,8 +14,13 @@ import model_fixtures
 import numpy as np
 import pytest
 from engine_fixtures import SMALL, check_pages
+from workload_fixtures import sections_of, workload
 
 from jaxlm.core.schema import Count
+from jaxlm.costs.counted import operations
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.plan import plan
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, Sampling
@@ -27,7 +33,9 @@ from jaxlm.models.logical_axes import HEADS
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary, RowContext
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import ENGINE
+from jaxlm.training.step import TrainStep
 
 TAPS = 3
 MATRIX = ("act_heads", "act_head_dim", None)
@@ -269,6 +277,40 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(mesh):
     loss, gradients = model_fixtures.first_gradients(model(), meshes.make(**mesh))
     model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
+
+
+REMATS = ("none", "full", ("query", "key"))
+
+
+@pytest.mark.parametrize("chunk", [4, 64], ids=["several chunks", "one chunk"])
+@pytest.mark.parametrize("remat", REMATS, ids=str)
+def test_it_is_counted_to_the_last_flop(remat, chunk):
+    """What a chunk computes is read from its own function, and what the backward pass computes again of it."""
+    work = workload("train", model(chunk=chunk), 8, 16, dtype="float32", remat=remat, kernels="xla")
+    steps = TrainStep(work.model, *sections_of(work), work.optimizer)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), jax.ShapeDtypeStruct((8, 16), jnp.int32))
+    expected = count(steps.train, jax.eval_shape(steps.init), batch)
+    found = Counter()
+    for op in operations.step(work):
+        found[op.phase] += op.times * op.flops
+    assert sum(found.values()) == expected.matmul_flops
+    assert found["backward"] == expected.backward.matmul_flops
+    assert found["rematerialised"] == expected.rematerialised.matmul_flops
+
+
+@pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
+def test_it_is_planned(kind):
+    """On each device its part of the heads and their states."""
+    whole, shared = (
+        plan(workload(kind, model(), 16, 32, layout=layout), Target.parse(f"h200-sxm:{layout.size}"))
+        for layout in (Layout(), Layout(tensor=4))
+    )
+    assert whole.flops == shared.flops
+    assert whole.memory.total > 2 * shared.memory.total
+    device = [sum(op.times * op.flops for op in operations.step(each.work)) for each in (whole, shared)]
+    assert device[0] == 4 * device[1]
+    if kind == "decode":  # a matrix and a tail for each head of each layer and sequence, whatever it holds
+        assert whole.memory.kv_cache == 16 * 2 * 4 * (8 * 8 * 4 + 2 * 8 * 2) == 4 * shared.memory.kv_cache
 
 
 def test_the_engine_goes_on_from_found_prefixes_and_after_preemptions():

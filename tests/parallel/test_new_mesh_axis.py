@@ -67,6 +67,17 @@ def test_an_axis_in_two_is_counted_as_one(axis, changes, monkeypatch):
     assert all((NEW in axes) == (axis in axes) for _, axes, _, _ in moves)
 
 
+def test_two_rules_of_one_mesh_are_counted_apart():
+    """Whatever was asked of the first."""
+    mesh = Layout(fsdp=2, tensor=2)
+    whole = Rules({**TRAIN.mesh_axes, "feed_forward": (), "act_feed_forward": ()}, TRAIN.may_stay_whole)
+    by_rules = {rules: counted(rules, mesh) for rules in (TRAIN, whole)}
+    (sent, held, ops), (of_whole, more, larger) = by_rules.values()
+    assert held.total < more.total and sum(sent.values()) > sum(of_whole.values())
+    flops, more_flops = (sum(product.flops for product, *_ in each if product) for each in (ops, larger))
+    assert flops < more_flops
+
+
 def compiled(rules: Rules, mesh: jax.sharding.Mesh) -> Counter:
     """Return the collectives of a compiled step of two microbatches, and the bytes of its state on each device."""
     sections = model_fixtures.sections(batch=16, microbatches=2, kernels="xla")

@@ -34,8 +34,9 @@ class DeviceStep:
         self.answers: dict[tuple, Any] = {}
         forward = work.model, work.kind, work.sequence, work.dropout, work.lora
         layout, rows = work.representative().layout, work.batch // work.microbatches
-        self._placed = _placed_arrays(*forward, layout, work.row_shards())
-        self._costs = _costs(*forward, work.frozen, layout, rows, work.dtype, work.platform, work.runs_kernels)
+        self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
+        of_rows = rows, work.dtype, work.platform, work.runs_kernels
+        self._costs = _costs(*forward, work.rules, work.frozen, layout, *of_rows)
 
     @cached_property
     def trained(self) -> frozenset[int]:

@@ -20,7 +20,7 @@ from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
-from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, Product, VisibleFraction
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, Product, Traced, VisibleFraction
 from jaxlm.training.optimizer import cost
 from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
@@ -68,7 +68,8 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
     for use in device.recording.uses:
         cost = device.cost(use)
         products, parts = _products(device, use, cost), list(passes(device, use))
-        forward = [*products, *(_beside(use, part, "forward") for part in parts)]
+        traced = {} if cost.traced is None else _traced(use, cost.traced)
+        forward = [*products, *traced.get("forward", ()), *(_beside(use, part, "forward") for part in parts)]
         each += forward
         trains = device.trains(use)
         if work.remat != "none" and use.layer is not None:
@@ -78,7 +79,7 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
             ]
         if not trains:
             continue
-        each += _gradients(device, use, cost, products)
+        each += [*_gradients(device, use, cost, products), *traced.get("backward", ())]
         each += [_beside(use, part, "backward") for part in parts]
     return tuple(op._replace(times=op.times * work.microbatches) for op in each)
 
@@ -99,6 +100,52 @@ def _gradients(
         asked = (True, True) if declared.all_gradients else trained
         gradients = itertools.compress(op.product.gradients(), asked)
         yield from (op._replace(phase="backward", product=product) for product in gradients)
+
+
+def _traced(use: RecordedOp, traced: Traced) -> dict[str, list[Operation]]:
+    """Return the operations of a traced function in the forward pass, and in the backward pass."""
+
+    def operation(phase: Phase, work: _JaxprWork) -> Operation:
+        product = Product(traced.times * work.products // 2, 1, 1, 1)
+        rest = traced.times * (work.flops - work.products)
+        most = max(traced.bytes, traced.times * work.bytes)
+        return Operation(use.scope, phase, use.times, product, traced.bytes, most, rest)
+
+    forward, backward, again = _work(traced.function, traced.operands, traced.trained, traced.checkpointed)
+    back = [operation("backward", backward), *([operation("rematerialised", again)] if traced.checkpointed else [])]
+    return {"forward": [operation("forward", forward)], "backward": back}
+
+
+class _JaxprWork(NamedTuple):
+    """FLOPs of products, FLOPs in all, and bytes moved, as a jaxpr shows them."""
+
+    products: int
+    flops: int
+    bytes: int
+
+
+@functools.lru_cache(maxsize=256)
+def _work(
+    function: Callable[..., Any],
+    operands: tuple[tuple[tuple[int, ...], str], ...],
+    trained: tuple[int, ...],
+    checkpointed: bool,
+) -> tuple[_JaxprWork, _JaxprWork, _JaxprWork]:
+    """Return the work of a function forward, backward, and of what its backward pass computes again."""
+    arrays = [jax.ShapeDtypeStruct(*each) for each in operands]
+    called = jax.checkpoint(function, prevent_cse=False) if checkpointed else function
+
+    def both(*arrays: jax.Array) -> tuple:
+        def of_trained(*x: jax.Array) -> Any:
+            whole = dict(enumerate(arrays)) | dict(zip(trained, x, strict=True))
+            return called(*(whole[i] for i in range(len(arrays))))
+
+        y, pull_back = jax.vjp(of_trained, *(arrays[i] for i in trained))
+        return y, pull_back(y)
+
+    once, twice = count(function, *arrays), count(both, *arrays)
+    costs = once, twice.backward, twice.rematerialised
+    return tuple(_JaxprWork(each.matmul_flops, each.flops, each.bytes_in + each.bytes_out) for each in costs)
 
 
 def run_again(device: DeviceStep) -> set[int]:

@@ -169,6 +169,26 @@ class Pass(NamedTuple):
     fused_once: bool = False
 
 
+class Traced(NamedTuple):
+    """A function that a door calls, whose products and other FLOPs are counted in its own jaxpr.
+
+    Attributes:
+      function: of arrays, to arrays; hashable.
+      operands: the shape and dtype of each on one device.
+      trained: the operands whose gradients are computed.
+      times: calls.
+      bytes: that all calls together read and write at least.
+      checkpointed: the backward pass calls it again.
+    """
+
+    function: Callable[..., Any]
+    operands: tuple[tuple[tuple[int, ...], str], ...]
+    trained: tuple[int, ...]
+    times: int
+    bytes: int
+    checkpointed: bool
+
+
 class Saved(NamedTuple):
     """The values that the backward pass reads.
 
@@ -258,6 +278,7 @@ class DoorCost(NamedTuple):
       products: matrix products of the forward pass; their gradients follow.
       kernel: computes all products, if one does.
       passes: work element by element, of XLA or of kernels.
+      traced: computes, with products of activations among the rest.
       saved: what the backward pass reads.
       workspace, loss: memory that is needed at once.
       in_place: where XLA computes so.
@@ -271,6 +292,7 @@ class DoorCost(NamedTuple):
     products: tuple[DoorProduct, ...] = ()
     kernel: ProductKernel | None = None
     passes: tuple[Pass, ...] = ()
+    traced: Traced | None = None
     saved: Saved = Saved()
     workspace: Workspace = Workspace()
     loss: LossWorkspace | None = None

@@ -1,13 +1,15 @@
 """Recurrences over the tokens of documents, computed in chunks: a scan from one chunk to the next, within which a
 recurrence computes in parallel."""
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.doors.cost import DoorCost
+from jaxlm.models.doors.cost import DoorCost, Local, Saved, Traced
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
 
@@ -70,10 +72,46 @@ def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs:
     _, output = jax.eval_shape(recurrence.chunk, states, rows, *(x for x, _ in inputs))
     results = [(output, recurrence.axes), *((x, axes[name]) for name, x in states.items())]
     operands = [*inputs, *((x, axes[name]) for name, x in states.items()), *per_token]
-    return Signature(operands, results, {"recurrence": recurrence.chunk, "size": recurrence.size})
+    options = {"chunk": _FlatChunk(recurrence.chunk, tuple(states), len(inputs)), "size": recurrence.size}
+    return Signature(operands, results, options)
 
 
-@door(_signature, lambda local: DoorCost(), name="scan")
+@dataclass(frozen=True)
+class _FlatChunk:
+    """A chunk's function of its inputs, its states and what tells of its tokens, one after the other, which returns the
+    outputs and, where these are `kept`, the states."""
+
+    chunk: Chunk
+    states: tuple[str, ...]
+    inputs: int
+    kept: bool = True
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        inputs, states = arrays[: self.inputs], dict(zip(self.states, arrays[self.inputs : -2], strict=True))
+        after, outputs = self.chunk(states, ChunkRows(*arrays[-2:]), *inputs)
+        return outputs, *(after[name] for name in self.states if self.kept)
+
+
+def _declare(local: Local) -> DoorCost:
+    """Return the cost of all chunks, of which the last is padded. Between several the states are kept; those after a
+    single one are read by nobody in training, and those before it are none that train."""
+    *arrays, is_token, _ = local.operands
+    function, T = local.options["chunk"], is_token.shape[1]
+    size = min(local.options["size"] or T, T)
+    chunks, states = math.ceil(T / size), arrays[function.inputs :]
+    per_token = {*range(function.inputs), len(arrays), len(arrays) + 1}
+    operands = tuple(
+        ((x.shape[0], size, *x.shape[2:]) if i in per_token else x.shape, x.dtype) for i, x in enumerate(local.operands)
+    )
+    moved = sum(x.bytes for x in (*local.operands, *local.results))
+    trained = [i for i, x in enumerate(arrays) if x.is_trained or (chunks > 1 and i >= function.inputs)]
+    if local.training and chunks == 1:
+        function = replace(function, kept=False)
+    saved = Saved(tuple(range(function.inputs)), bytes=chunks * sum(x.bytes for x in states))
+    return DoorCost(traced=Traced(function, operands, tuple(trained), chunks, moved, chunks > 1), saved=saved)
+
+
+@door(_signature, _declare, name="scan")
 def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> tuple[jax.Array, ...]:
     """Return the outputs [B, T, …] and the states after the last token, in their order."""
     (B, T), arrays = rows.is_token_BC.shape, tuple(x for x, _ in inputs)

@@ -294,6 +294,5 @@ def _with_copies(
 
 @functools.lru_cache(maxsize=1 << 16)
 def _gathered_over(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...]) -> tuple[str, ...]:
-    computing = together(rules.placed(axes, shape, layout, computing=True))
-    stored = together(rules.placed(axes, shape, layout))
-    return tuple(name for name in layout if layout[name] > 1 and name in stored and name not in computing)
+    over = rules.gathered_over(axes, shape, layout)
+    return tuple(name for name in layout if layout[name] > 1 and name in over)

@@ -41,10 +41,6 @@ class Rules:
         """Return the mesh axes of a logical axis while a layer computes: of a parameter's, those of its activation."""
         return self.mesh_axes.get(f"act_{axis}", self.over(axis))
 
-    def gathered_over(self, axis: str | None) -> tuple[str, ...]:
-        """Return the mesh axes over which a parameter's dimension is gathered before a layer computes with it."""
-        return _without(self.over(axis), self.computed_over(axis))
-
     def placed(
         self,
         axes: Sequence[str | None],
@@ -91,14 +87,26 @@ class Rules:
         """Return the numbers of a parameter that lie on one device."""
         return math.prod(local(self.placed(axes, shape, layout), shape, layout))
 
+    def gathered_over(self, axes: Sequence[str], shape: Sequence[int], layout: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the mesh axes over which a parameter is gathered before a layer computes with it."""
+        computing = together(self.placed(axes, shape, layout, computing=True))
+        return _without(together(self.placed(axes, shape, layout)), computing)
+
     def duties(self, mesh_axis: str) -> frozenset[str]:
         """Return the logical axes that a mesh axis shards."""
         return frozenset(axis for axis, over in self.mesh_axes.items() if mesh_axis in over)
 
     @cached_property
     def replicas(self) -> tuple[str, ...]:
-        """The mesh axes that shard the batch alone: each of their devices has a copy of the model."""
+        """The mesh axes that shard the batch alone: each of their devices has a copy of the model, and gradients are
+        summed over them once per step."""
         return tuple(axis for axis in self.over("batch") if self.duties(axis) == {"batch"})
+
+    @cached_property
+    def summed_each_microbatch(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are summed in each microbatch: those of the batch that shard parameters
+        too. Of a parameter on such an axis each device keeps its part of the sum."""
+        return _without(self.over("batch"), self.replicas)
 
     @cached_property
     def batch_alone(self) -> tuple[str, ...]:

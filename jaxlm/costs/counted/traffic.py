@@ -46,7 +46,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     three uses, and matrices that the backward pass computes with again in post-norm layers once more.
     """
     work, found, train = device.work, device.recording, device.work.kind == "train"
-    each, summed = work.microbatches, _summed_each_microbatch(work)
+    each, summed = work.microbatches, work.several(work.rules.summed_each_microbatch)
 
     def scattered(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis in summed)
@@ -91,11 +91,6 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         vectors[left] += size
     for left, size in vectors.items():
         yield Collective("all-reduce", left, each, size, "vectors")
-
-
-def _summed_each_microbatch(work: Workload) -> tuple[str, ...]:
-    """Return the mesh axes over which gradients are summed in each microbatch: those of the batch, but for replicas."""
-    return tuple(axis for axis in work.several(work.rules.over("batch")) if axis not in work.rules.replicas)
 
 
 def _adapters(device: DeviceStep) -> Iterator[Collective]:

@@ -285,7 +285,7 @@ REMATS = ("none", "full", ("query", "key"))
 @pytest.mark.parametrize("chunk", [4, 64], ids=["several chunks", "one chunk"])
 @pytest.mark.parametrize("remat", REMATS, ids=str)
 def test_it_is_counted_to_the_last_flop(remat, chunk):
-    """What a chunk computes is read from its own function, and what the backward pass computes again of it."""
+    """A chunk is counted in the jaxpr of its function, forward, backward and where it runs again."""
     work = workload("train", model(chunk=chunk), 8, 16, dtype="float32", remat=remat, kernels="xla")
     steps = TrainStep(work.model, *sections_of(work), work.optimizer)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), jax.ShapeDtypeStruct((8, 16), jnp.int32))

@@ -68,9 +68,7 @@ class AdaptedWeights(RunWeights):
         return f"{super().digest(step)}+{self._base.digest(self.checked_base().step)}"
 
 
-def export(
-    weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, say: Callable[[str], None]
-) -> Converted:
+def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, say: Callable[[str], None]) -> Converted:
     """Write adapters as a PEFT directory, and return the family and their numbers.
 
     Raises InputError for a model of no family, for a folder that is there, and as `AdaptedWeights.restore` does.

@@ -1,0 +1,119 @@
+"""Conversion of a Hugging Face directory into a run, and of a run into one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import replace, unwritable
+from jaxlm.families import tokens
+from jaxlm.families.files import TOKENIZER
+from jaxlm.runs.folder import Run
+from jaxlm.runs.job_folder import write_files
+from jaxlm.runs.published import DTYPES, PublishedSource
+from jaxlm.runs.source import ModelSource, ModelText
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxlm.models.tree import Tree
+
+
+class Converted(NamedTuple):
+    """The family of a model that was imported or exported, and its parameters."""
+
+    family: str
+    parameters: int
+
+
+def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
+    """Convert a model in a Hugging Face directory, or of the Hub, into a run, once, in the dtype that it is stored in.
+
+    The small files of the directory are copied to `huggingface/` of the run, for its tokenizer and for an export.
+    Training continues in no such folder, but from it. Raises InputError where the directory is broken or the folder is
+    taken.
+    """
+    import jax
+
+    from jaxlm.models.tree import parameter_count, paths
+    from jaxlm.parallel.devices import mesh_here
+    from jaxlm.parallel.rules import PREFILL
+    from jaxlm.training import checkpoints
+
+    published, run = PublishedSource(path), Run(out)
+    source, experiment = published.model, published.experiment()
+    run.paths.check_name()
+    if (out.exists() and any(out.iterdir())) or unwritable(out):
+        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    for remark in source.remarks():
+        say(remark)
+    say(f"{source.family.name}: {len(source.tensors)} tensors")
+    if published.text.has_tokenizer:
+        published.text.load_tokenizer()  # refused before the weights are read
+    elif code := tokens.code(source.folder):
+        say(f"{code} is code and is not run: the run has no tokenizer")
+    mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
+    with jax.set_mesh(mesh):
+        parameters = source.load(mesh, PREFILL)  # sharded as in training, but for what these devices do not divide
+        finite = jax.jit(lambda tree: jax.tree.map(_is_finite, tree))(parameters)
+    if not_finite := [path for path, good in paths(finite).items() if not good]:
+        say(f"not all numbers are finite in {', '.join(not_finite)}")
+    write_files(published.weights.sidecar_files(), run.paths.huggingface)
+    published.weights.origin().save(run.paths.origin)
+    if published.text.has_tokenizer:
+        run.paths.tokenizer.write_bytes(published.text.tokenizer_file.read_bytes())
+        data = experiment.data.model_copy(update={"tokenizer": str(run.paths.tokenizer)})
+        experiment = experiment.model_copy(update={"data": data})
+    checkpoints.save_parameters(run.paths.checkpoints, parameters)
+    replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
+    return Converted(source.family.name, parameter_count(source.model))
+
+
+def _is_finite(x: "jax.Array") -> "jax.Array":
+    """Return whether all numbers are finite, by their extremes: XLA would keep an answer for each number."""
+    from jax.numpy import isfinite
+
+    return isfinite(x.min()) & isfinite(x.max())
+
+
+def export(
+    source: ModelSource, parameters: "Tree", experiment: Experiment, out: Path, say: Callable[[str], None]
+) -> Converted:
+    """Write a Hugging Face directory of a model.
+
+    A run that was imported, or started from published weights, gives back the files that it came with and the dtypes of
+    its tensors; another is in float32, with its own tokenizer. Raises InputError for a model of no family, and for a
+    folder that is there.
+    """
+    from jaxlm.families import directory
+    from jaxlm.models.tree import parameter_count
+
+    if out.exists() or unwritable(out):
+        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    sidecar_files = source.weights.sidecar_files()
+    dtypes = json.loads(sidecar_files.pop(DTYPES, b'{"": "F32"}'))
+    if not tokens.among(sidecar_files) and source.text.has_tokenizer:
+        sidecar_files = _own_tokenizer(source.text, experiment) | sidecar_files
+    family = directory.write(out, experiment.model, parameters, dtypes, sidecar_files, say)
+    return Converted(family.name, parameter_count(experiment.model))
+
+
+def _own_tokenizer(text: ModelText, experiment: Experiment) -> dict[str, bytes]:
+    """Return the files of a tokenizer of ours: a text begins after its separator, and ends with it."""
+    tokenizer, described = text.load_tokenizer(), json.loads(text.tokenizer_file.read_text(encoding="utf-8"))
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": experiment.model.context_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    generation: dict[str, Any] = {}
+    if (separator := tokenizer.separator) is not None:
+        name = tokenizer.name_of(separator)
+        settings |= {"bos_token": name, "eos_token": name}
+        generation |= {"bos_token_id": separator, "eos_token_id": separator}
+        described["post_processor"] = tokens.template(name, separator)
+    contents = {TOKENIZER: described, "tokenizer_config.json": settings, "generation_config.json": generation}
+    return {name: json.dumps(content, indent=2, ensure_ascii=False).encode() for name, content in contents.items()}

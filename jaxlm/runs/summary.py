@@ -1,0 +1,91 @@
+"""Runs as their folders tell them: state, steps, losses."""
+
+import os
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jaxlm.core.errors import InputError
+from jaxlm.families.files import CONFIG, read_json, text_of
+from jaxlm.runs.folder import Run
+from jaxlm.training.paths import RunPaths
+from jaxlm.training.records import JsonLines
+
+State = Literal["running", "finished", "stopped", "imported", "unreadable"]
+
+
+class RunSummary(NamedTuple):
+    """A run as its folder tells it.
+
+    `family`: of the published weights that it holds or began with; None without any. `step` of `steps`: the last
+    recorded one. `loss`: of its last training step on record, and `held_out_loss`: of its last evaluation, in nats per
+    token; None without one. `age_s`: seconds since something was recorded. `begun_from`: the model that its weights
+    began with, or None.
+    """
+
+    run: str
+    state: State
+    family: str | None
+    step: int
+    steps: int | None
+    loss: float | None
+    held_out_loss: float | None
+    age_s: float
+    begun_from: str | None
+
+
+def find(folder: Path) -> list[RunSummary]:
+    """Return the runs in a folder and below it, the latest first. Raise InputError if there is no such folder."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder; give one that holds runs")
+    summaries = []
+    for directory, below, _ in os.walk(folder):
+        paths = RunPaths(Path(directory))
+        run = Run(paths.directory)
+        if paths.are_of_a_run:
+            below.clear()
+            summaries.append(_summary(run))
+    return sorted(summaries, key=lambda run: (run.age_s, run.run))
+
+
+def _summary(run: Run) -> RunSummary:
+    paths = run.paths
+    training, held_out = JsonLines(paths.metrics).rows(), JsonLines(paths.evaluations).rows()
+    step = max((row["step"] for row in (*training, *held_out)), default=0)
+    recorded = [path.stat().st_mtime for path in (paths.config, paths.metrics, paths.evaluations) if path.exists()]
+    state, steps = _state(run, held_out[-1]["step"] if held_out else 0)
+    loss, held_out_loss = (rows[-1].get("loss") if rows else None for rows in (training, held_out))
+    age_s = max(time.time() - max(recorded), 0.0)
+    return RunSummary(str(paths), state, _family(run), step, steps, loss, held_out_loss, age_s, origin_of(run))
+
+
+def _family(run: Run) -> str | None:
+    try:
+        return text_of(read_json(run.paths.huggingface / CONFIG)).get("model_type")
+    except InputError:  # none came with it
+        return None
+
+
+def origin_of(run: Run) -> str | None:
+    """Return the model that the weights of a run began with, or None; also for a run that is unreadable."""
+    try:
+        return None if run.begun_from is None else str(run.begun_from)
+    except InputError:
+        return None
+
+
+def _state(run: Run, evaluated: int) -> tuple[State, int | None]:
+    """Return the state and the last step of a run that was evaluated at some step."""
+    if run.is_imported:
+        return "imported", None
+    try:
+        state, steps = "stopped", run.experiment().training.steps
+    except InputError:
+        state, steps = "unreadable", None
+    if steps is not None and evaluated >= steps:
+        return "finished", steps
+    try:
+        run.check_free()
+    except InputError:
+        state = "running"
+    return state, steps

@@ -1,0 +1,203 @@
+"""A run as a source of a model: its weights, its text and its chat template."""
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.data.config import TOKENIZERS, expanded
+from jaxlm.data.dataset import prepare
+from jaxlm.data.packing import Rows
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.families.files import GENERATION, read_json
+from jaxlm.runs.folder import Run
+from jaxlm.runs.source import ModelWeights, WeightsRequest, check_reads
+from jaxlm.training import manifests
+from jaxlm.training.changes import architecture
+from jaxlm.training.display import Display
+from jaxlm.training.origin import Origin
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jaxlm.data.chat_template import ChatTemplate
+    from jaxlm.models.tree import Tree
+
+# Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
+_SHAPING = ("field", "documents", "held_out")
+_FILES = ("tokenizer", "text", "chat", "chat_template", "validation", "sources")
+_ATTEMPTS = 5  # to read a checkpoint of a run that trains on, and removes older ones
+
+
+class RunSource:
+    """The model of a run. Its weights are those in its checkpoints, unless others are given, as for adapters."""
+
+    def __init__(self, run: Run, weights: ModelWeights | None = None):
+        self.run = run
+        self.weights: ModelWeights = weights or RunWeights(run)
+        self.text, self.chat = RunText(run), RunChat(run)
+
+    def __str__(self) -> str:
+        return str(self.run)
+
+    def experiment(self) -> Experiment:
+        """Return the resolved configuration of the run. Raises InputError where it is none."""
+        return self.run.experiment()
+
+    def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
+        """Return the experiment with `key=value` overrides, of the sections and keys that the caller `reads` alone.
+
+        Raises InputError where this is no run, where no such model is in it, or where an override would change nothing.
+        """
+        before = self.experiment()  # refuses what is no run
+        experiment = config.load(self.run.paths.config, overrides, None)
+        if changed := architecture(before, experiment):
+            raise InputError(f"{self.run.trained_with(changed)}; leave it out")
+        check_reads(config.overridden(overrides), reads)
+        return experiment
+
+
+class RunWeights:
+    """The weights in the checkpoints of a run."""
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def restore(self, request: WeightsRequest) -> "tuple[int, Tree]":
+        """Return the step of a checkpoint and its parameters, rounded to a dtype while they are read. Raises InputError
+        where there is no whole checkpoint."""
+        from jaxlm.models import tree as model_tree
+
+        return self.restore_tree(model_tree.abstract(request.model)[1], request)
+
+    def restore_tree(self, tree: "nnx.State", request: WeightsRequest) -> "tuple[int, Tree]":
+        """Return a step and what it saved of the parameters of an abstract tree, as `restore` does."""
+        from jaxlm.models import tree as model_tree
+        from jaxlm.training import checkpoints
+
+        dtype, average = request.dtype, request.average
+        placement = model_tree.shardings(tree, request.mesh, request.rules)
+        like = model_tree.placed(model_tree.shapes(tree, dtype), placement)
+        folder, said = self.run.paths.checkpoints, set[str]()
+
+        def say_once(line: str) -> None:
+            if line not in said:
+                request.say(line)
+            said.add(line)
+
+        for attempt in range(1, _ATTEMPTS + 1):
+            step = self._chosen(request.checkpoint, say_once)
+            try:
+                return step, checkpoints.restore_parameters(folder, step, like, average, as_stored=dtype is None)
+            except checkpoints.Gone:
+                if attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError
+
+    def digest(self, step: int | None = None) -> str:
+        """Return a digest of the parameters of a step, the newest by default. Raises InputError where they are not
+        whole."""
+        chosen = self._chosen("newest" if step is None else step, lambda line: None)
+        return manifests.digest_of(self.run.paths.checkpoints, chosen)
+
+    def origin(self, step: int | None = None) -> Origin:
+        """Return the record of a run that begins with these weights, of this step."""
+        return Origin(str(self.run.paths.directory.absolute()), "run", step)
+
+    def sidecar_files(self) -> dict[str, bytes]:
+        """Return the small files that the weights came with, by name: none unless the run began with published ones."""
+        folder = self.run.paths.huggingface
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+    def _chosen(self, checkpoint: str | int, say: Callable[[str], None]) -> int:
+        """Return the step of a checkpoint. Raises InputError where it is not whole."""
+        folder = self.run.paths.checkpoints
+        if isinstance(checkpoint, int):
+            if broken := manifests.corruption_of(folder / str(checkpoint)):
+                raise InputError(f"{self.run} has no whole checkpoint of step {checkpoint} ({broken}); put it back")
+            return checkpoint
+        choose = manifests.best_verified if checkpoint == "best" else manifests.newest_verified
+        step = choose(folder, say)
+        if step is None:
+            raise InputError(f"{self.run} has no whole checkpoint yet; jaxlm train writes one")
+        return step
+
+
+class RunText:
+    """The tokenizer of a run, and the text that it held out."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether the run has a tokenizer."""
+        return self._run.paths.tokenizer.is_file()
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of the tokenizer, which need not be there."""
+        return self._run.paths.tokenizer
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises InputError where there is none, or one with more tokens than the model."""
+        return self._run.load_tokenizer()
+
+    def check_held_out(self, experiment: Experiment) -> None:
+        """Raise InputError where keys of [data] are not as the run was trained with, so that its text is another."""
+        if experiment.dpo is not None:
+            raise InputError(
+                f"{self._run} was trained on preferences, whose held-out loss is in "
+                f"{self._run.paths.evaluations.name}; give --data PATH"
+            )
+        own = experiment.data.tokenizer in TOKENIZERS
+        self._check_shaping(experiment, (*_SHAPING, "tokenizer") if own else _SHAPING)
+
+    def held_out(self, experiment: Experiment, display: Display) -> dict[str, Rows]:
+        """Return the rows of the held-out text, by source. Raises InputError where it is no longer the text of the
+        run."""
+        dataset = prepare(experiment.data, experiment.model.vocab_size, display.say, display.progress)
+        if dataset.digest != self._run.digest():
+            self._check_shaping(experiment, _FILES)
+            raise InputError(f"the text of {self._run} has changed since it was trained; give --data PATH")
+        return {name: Rows(source.held_out, experiment.training.sequence) for name, source in dataset.sources.items()}
+
+    def _check_shaping(self, experiment: Experiment, keys: Iterable[str]) -> None:
+        """Raise InputError where one of these keys of [data] is not as the run was trained with."""
+        before = self._run.experiment().data
+        for key in keys:
+            if getattr(experiment.data, key) != getattr(before, key):
+                raise InputError(
+                    f"data.{key} is not what {self._run} was trained with, and gives other text; leave it out, or "
+                    "give --data PATH"
+                )
+
+
+class RunChat:
+    """The chat template of a run, and the settings that the publisher of its weights draws with."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def template(self) -> "ChatTemplate | None":
+        """Return the chat template that the run was trained with, or its weights came with, or beside its tokenizer,
+        with the variables of its configuration; None without one. Raises InputError for one that is broken."""
+        from jaxlm.data.chat_template import load
+
+        run = self._run
+        if not run.paths.tokenizer.is_file():
+            return None
+        data, tokenizer = run.experiment().data, run.load_tokenizer()
+        template = load(run.paths.huggingface, tokenizer)
+        if template is None and data.tokenizer not in TOKENIZERS:
+            template = load(expanded(data.tokenizer, "data.tokenizer").parent, tokenizer)
+        return template and template.with_kwargs(data.chat_template_kwargs)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The content of the generation_config.json that its weights came with; empty without one."""
+        file = self._run.paths.huggingface / GENERATION
+        return read_json(file) if file.is_file() else {}

@@ -21,7 +21,7 @@ from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
-from jaxlm.families.files import is_published, read_json
+from jaxlm.families.files import config_dtype, is_published, read_json
 from jaxlm.inference.config import InferenceConfig
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel import layout_choice
@@ -68,6 +68,8 @@ def load(
     """
     path = _found(path)
     values = _read(path)
+    if path.name == PUBLISHED and kind in ("prefill", "decode") and (dtype := config_dtype(read_json(path))):
+        values["execution"] = {"dtype": dtype}
     if RunPaths(path.parent).are_of_a_run and path.name == RunPaths(path.parent).config.name:
         values = with_present_keys(values)
     if isinstance(values.get("model"), dict):

@@ -116,22 +116,25 @@ def load(
       reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
       checkpoint: the newest, or the one with the lowest held-out loss.
       average: whether to take the moving average of the weights (`training.ema_decay`) in their place.
-      dtype: of the parameters, "float32" or "bfloat16", "stored" for the one that each is stored in, or "auto" for the
-        one that is fastest here, as measured; `execution.dtype` where it is not given.
+      dtype: to compute in, "float32" or "bfloat16", or "auto" for the one that is fastest here, as measured; "stored"
+        leaves each parameter as it is. By default `execution.dtype` of what was trained; of published weights their
+        own, float16 as float32, and on a CPU the fastest that is no coarser.
       workload: the step that parameters are laid out for: "decode" keeps weights where they are; "train", for
-        `evaluate`, shards them over fsdp too, and "prefill" those of them that it divides.
+        `evaluate`, keeps them in float32 and shards them over fsdp too, and "prefill" those of them that it divides.
       engine: settings of the engine that continues prompts; by default of the sizes in `experiment.inference`.
       say: takes a line about each checkpoint that is passed over, and about a dtype that was chosen.
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
     """
+    from jaxlm.config import overridden
     from jaxlm.runs.locate import source_of
 
     source = source_of(Path(run))
     if average and source.experiment().training.ema_decay is None:
         raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = source.overridden(overrides, reads)
-    dtype = dtype or experiment.execution.dtype
+    if dtype is None and "execution.dtype" in overridden(overrides):
+        dtype = experiment.execution.dtype
     return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxlm.inference.requests import Named, Request, Sampling
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.models.config import ModelConfig
+    from jaxlm.models.execution_config import Dtype
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.rules import Kind
@@ -54,7 +55,7 @@ class LoadedModel:
         experiment: "Experiment",
         checkpoint: Literal["newest", "best"],
         average: bool,
-        dtype: str,
+        dtype: str | None,
         workload: "Kind",
         engine: "EngineSettings | None",
         say: Callable[[str], None],
@@ -71,6 +72,22 @@ class LoadedModel:
     def config(self) -> "ModelConfig":
         """The architecture."""
         return self.experiment.model
+
+    @cached_property
+    def dtype(self) -> "Dtype":
+        """The dtype to compute in, as `load` chooses it."""
+        from jaxlm.inference import dtype_choice
+
+        if self._dtype in ("float32", "bfloat16"):
+            return cast("Dtype", self._dtype)
+        if self._dtype == "auto":
+            dtype, why = dtype_choice.fastest()
+        elif (stored := self.source.weights.published_dtype) is None:
+            return self.experiment.execution.dtype
+        else:
+            dtype, why = dtype_choice.of_published(stored)
+        self._say(f"computing in {dtype}, {why}")
+        return dtype
 
     @property
     def parameters(self) -> "Tree":
@@ -314,7 +331,8 @@ class LoadedModel:
         else:
             self.source.text.check_held_out(experiment)
         parameters = self.parameters
-        steps = TrainStep(self.config, experiment.execution, training, experiment.optimizer).jitted(self.mesh)
+        execution = experiment.execution.model_copy(update={"dtype": self.dtype})
+        steps = TrainStep(self.config, execution, training, experiment.optimizer).jitted(self.mesh)
         with display or Display() as shown:
             if data is None:
                 text = self.source.text.held_out(experiment, shown)
@@ -332,12 +350,10 @@ class LoadedModel:
         from jaxlm.runs.source import WeightsRequest
 
         mesh = self.mesh
-        if self._dtype == "auto":
-            from jaxlm.inference import dtype_choice
-
-            self._dtype, why = dtype_choice.fastest()
-            self._say(f"computing in {self._dtype}, {why}")
-        dtype = None if self._dtype == "stored" else self._dtype
+        if self._dtype == "stored":
+            dtype = None
+        else:
+            dtype = "float32" if self._workload == "train" else self.dtype
         rules = RULES[self._workload]
         request = WeightsRequest(self.config, mesh, rules, dtype, self._checkpoint, self._average, self._say)
         return self.source.weights.restore(request)

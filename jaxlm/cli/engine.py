@@ -51,7 +51,8 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        help="what to compute in (execution.dtype); auto: what is fastest here, as measured",
+        help="what to compute in (execution.dtype; of published weights their own); auto: what is fastest here, as "
+        "measured",
     )
 
 

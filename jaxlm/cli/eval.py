@@ -40,15 +40,15 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _at_a_loss(arguments: argparse.Namespace) -> int:
-    """Measure the loss, of parameters in float32."""
+    """Measure the loss, of parameters that are kept in float32."""
     data = arguments.chat if arguments.data is None else arguments.data
-    model = trained.load(arguments, (*_ROWS, *_read_of_data(data)), "float32", "train")
+    model = trained.load(arguments, (*_ROWS, *_read_of_data(data)), workload="train")
 
     from jaxlm.cli.progress import Bar
 
     measured = model.evaluate(data, Bar(steps=0), is_chat=arguments.chat is not None)
     if arguments.json:
-        print(json.dumps({**measured.row(), "step": model.step}))
+        print(json.dumps({**measured.row(), "step": model.step, "dtype": model.dtype}))
         return 0
     print(
         f"step {model.step}: loss {measured.loss:.4f} nats per token, perplexity {measured.perplexity:.3f}, "
@@ -60,7 +60,7 @@ def _at_a_loss(arguments: argparse.Namespace) -> int:
 
 
 def _at_tasks(arguments: argparse.Namespace) -> int:
-    """Evaluate at tasks, computed in `execution.dtype`."""
+    """Evaluate at tasks, by the engine."""
     model = engine.load(arguments)
     tokenizer = model.source.text.load_tokenizer()
     names = [name.strip() for name in arguments.tasks.split(",")]

@@ -93,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
             {"messages" if arguments.chat else "prompt": given[row // arguments.num_samples], **completion._asdict()}
             for row, completion in enumerate(drawn)
         ]
-        print(json.dumps(rows[0] if len(rows) == 1 else {"completions": rows}))
+        print(json.dumps({**(rows[0] if len(rows) == 1 else {"completions": rows}), "dtype": model.dtype}))
     else:
         _show(pieces, given, arguments.num_samples)
     return 0

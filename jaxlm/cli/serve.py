@@ -135,12 +135,14 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
         arguments.chat_template_kwargs,
         must_be_exact=arguments.exact,
     )
-    server = api.serve(_load(arguments), settings, progress=_progress(arguments.json))
+    model = _load(arguments)
+    server = api.serve(model, settings, progress=_progress(arguments.json))
 
     def ready() -> None:
         url = url_of(listening)
         if arguments.json:
-            print(json.dumps({"url": url, "model": server.name, "exact": server.exact, "pid": os.getpid()}), flush=True)
+            line = {"url": url, "model": server.name, "exact": server.exact, "dtype": model.dtype, "pid": os.getpid()}
+            print(json.dumps(line), flush=True)
             return
         _say(f"serving {server.name} at {url}/v1 (exact: {'yes' if server.exact else 'no'}); Ctrl-C ends it")
 

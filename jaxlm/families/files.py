@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import InputError
+from jaxlm.models.execution_config import Dtype
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -15,6 +16,7 @@ TEKKEN, TIKTOKEN, SENTENCEPIECE, VOCABULARY, MERGES = (
 )
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+DTYPES = "dtypes.json"  # of the tensors that an imported run was read from: ours
 # Files that are carried through an import and an export as they are. A * stands for any letters.
 CARRIED = (
     *(CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS),
@@ -53,6 +55,19 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a table as transformers writes it: sorted, with two blanks."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def computing_dtype(dtypes: Mapping[str, str]) -> Dtype:
+    """Return the dtype that is no coarser than most tensors of a model, whose dtype is under ""."""
+    return "bfloat16" if dtypes[""] == "BF16" else "float32"
+
+
+def config_dtype(config: Mapping[str, Any]) -> Dtype | None:
+    """Return the dtype that is no coarser than the weights of which a config.json is; None where it does not say."""
+    dtype = next(
+        (table[key] for table in (text_of(config), config) for key in ("dtype", "torch_dtype") if key in table), None
+    )
+    return None if not isinstance(dtype, str) else "bfloat16" if dtype == "bfloat16" else "float32"
 
 
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

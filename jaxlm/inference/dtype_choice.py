@@ -6,6 +6,8 @@ import time
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models.execution_config import Dtype
+
 _INPUTS, _OUTPUTS = 2048, 8192  # of a matrix like those of a feed-forward layer of a 1B model: beyond any cache
 _ROUNDS = 5
 
@@ -24,11 +26,19 @@ def seconds_of(dtype: str, rows: int = 2) -> float:
     return statistics.median(times)
 
 
-def fastest() -> tuple[str, str]:
+def of_published(dtype: Dtype) -> tuple[Dtype, str]:
+    """Return the dtype to compute in with weights for which this one is fine enough, and why in words: the fastest that
+    is no coarser."""
+    if dtype == "float32" or jax.default_backend() != "cpu" or jax.process_count() > 1:
+        return dtype, "as the weights are stored"
+    return fastest()
+
+
+def fastest() -> tuple[Dtype, str]:
     """Return "float32" or "bfloat16", and why in words: what is measured on a CPU, and bfloat16 elsewhere."""
     if jax.default_backend() != "cpu":
         return "bfloat16", "which this chip multiplies fastest"
-    measured = {dtype: seconds_of(dtype) for dtype in ("float32", "bfloat16")}
+    measured: dict[Dtype, float] = {"float32": seconds_of("float32"), "bfloat16": seconds_of("bfloat16")}
     chosen = min(measured, key=measured.__getitem__)
     times = ", ".join(f"{1e3 * seconds:.1f} ms in {dtype}" for dtype, seconds in measured.items())
     return chosen, f"as measured: 2 rows by {_INPUTS} × {_OUTPUTS} take {times}"

@@ -10,10 +10,10 @@ from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
 from jaxlm.families import tokens
-from jaxlm.families.files import TOKENIZER
+from jaxlm.families.files import DTYPES, TOKENIZER
 from jaxlm.runs.folder import Run
 from jaxlm.runs.job_folder import write_files
-from jaxlm.runs.published import DTYPES, PublishedSource
+from jaxlm.runs.published import PublishedSource
 from jaxlm.runs.source import ModelSource, ModelText
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
         run.paths.tokenizer.write_bytes(published.text.tokenizer_file.read_bytes())
         data = experiment.data.model_copy(update={"tokenizer": str(run.paths.tokenizer)})
         experiment = experiment.model_copy(update={"data": data})
+    execution = experiment.execution.model_copy(update={"dtype": published.weights.published_dtype})
+    experiment = experiment.model_copy(update={"execution": execution})
     checkpoints.save_parameters(run.paths.checkpoints, parameters)
     replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
     return Converted(source.family.name, parameter_count(source.model))

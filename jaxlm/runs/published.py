@@ -12,7 +12,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import files, hub, tokens
-from jaxlm.families.files import TOKENIZER, is_adapter
+from jaxlm.families.files import DTYPES, TOKENIZER, computing_dtype, is_adapter
+from jaxlm.models.execution_config import Dtype
 from jaxlm.runs.folder import check_vocabulary
 from jaxlm.runs.source import WeightsRequest, check_reads
 from jaxlm.training.display import Display
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from jaxlm.data.chat_template import ChatTemplate
     from jaxlm.families.directory import PublishedModel
     from jaxlm.models.tree import Tree
-
-DTYPES = "dtypes.json"  # of the tensors that an imported run was read from
 
 
 class PublishedSource:
@@ -72,6 +71,11 @@ class PublishedWeights:
         for remark in self._model.remarks():
             request.say(f"{self._model}: {remark}")
         return 0, self._model.load(request.mesh, request.rules, request.dtype)
+
+    @property
+    def published_dtype(self) -> Dtype:
+        """The dtype to compute in that is no coarser than most tensors. Raises InputError where a file is broken."""
+        return computing_dtype(self._model.dtypes())
 
     def digest(self, step: int | None = None) -> str:
         """Return a digest of the weights. Raises InputError where a file is missing."""

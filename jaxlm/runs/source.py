@@ -15,6 +15,7 @@ from jaxlm.data.dataset import tokenize_whole
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import Dtype
 from jaxlm.training.changes import architecture
 from jaxlm.training.display import Display
 from jaxlm.training.origin import Origin
@@ -56,6 +57,12 @@ class ModelWeights(Protocol):
 
     def restore(self, request: WeightsRequest) -> "tuple[int, Tree]":
         """Return their step and the parameters. Raises InputError where they are not whole."""
+        ...
+
+    @property
+    def published_dtype(self) -> Dtype | None:
+        """The dtype to compute in that is no coarser than published weights; None of weights that were trained. Raises
+        InputError where they are not whole."""
         ...
 
     def digest(self, step: int | None = None) -> str:

@@ -11,7 +11,8 @@ from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.families.files import GENERATION, read_json
+from jaxlm.families.files import DTYPES, GENERATION, computing_dtype, read_json
+from jaxlm.models.execution_config import Dtype
 from jaxlm.runs.folder import Run
 from jaxlm.runs.source import ModelWeights, WeightsRequest, check_reads
 from jaxlm.training import manifests
@@ -95,6 +96,12 @@ class RunWeights:
                 if attempt == _ATTEMPTS:
                     raise
         raise AssertionError
+
+    @property
+    def published_dtype(self) -> Dtype | None:
+        """The dtype to compute in that is no coarser than imported weights; None of weights that were trained."""
+        file = self.run.paths.huggingface / DTYPES
+        return computing_dtype(read_json(file)) if self.run.is_imported and file.is_file() else None
 
     def digest(self, step: int | None = None) -> str:
         """Return a digest of the parameters of a step, the newest by default. Raises InputError where they are not

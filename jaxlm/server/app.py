@@ -170,7 +170,8 @@ class _Server:
             status = "draining"
         elif stalled > self._served.limits.stalled_seconds:
             status = f"a step has taken {stalled:.0f} s"
-        body = {"status": status, "model": self._served.name, "exact": self._served.exact}
+        dtype = str(service.engine.runner.programs.dtype)
+        body = {"status": status, "model": self._served.name, "exact": self._served.exact, "dtype": dtype}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     def _refusal(self, error: Exception) -> Refusal:

@@ -74,7 +74,7 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     following = tokenizer.encode("the model goes on 😀 here")[len(prompt) :]
     engine = WrittenEngine(lambda _: following)
     monkeypatch.setattr(api.LoadedModel, "engine", lambda *_: engine)
-    rest = {"text": " goes on 😀 here", "token_ids": following, "finish_reason": "length"}
+    rest = {"text": " goes on 😀 here", "token_ids": following, "finish_reason": "length", "dtype": "float32"}
     assert generated(capsys, run, "--prompt", "the model") == {"prompt": "the model", **rest}
     assert main(["generate", str(run), "--prompt", "the model"]) == 0
     assert capsys.readouterr().out == "the model goes on 😀 here\n"

@@ -92,7 +92,10 @@ def test_it_says_that_it_is_well(server):
     _, url = server
     for prefix in ("", "/v1"):
         answer = httpx.get(f"{url}{prefix}/health")
-        assert (answer.status_code, answer.json()) == (200, {"status": "ok", "model": "tiny", "exact": False})
+        assert (answer.status_code, answer.json()) == (
+            200,
+            {"status": "ok", "model": "tiny", "exact": False, "dtype": "float32"},
+        )
 
 
 def metric(text, name):

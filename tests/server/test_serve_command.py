@@ -21,6 +21,7 @@ pytestmark = pytest.mark.xdist_group("server")
 
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SMALL = ("--port", "0", "--slots", "2", "--chunk-tokens", "32", "--max-context", "400")
+SAID = "jaxlm: computing in float32, as the weights are stored\n"
 PROMPT = {"model": "stories260K", "prompt": "Once upon a time", "temperature": 0}
 # The engine fails at its hundredth step, after those of its check.
 FAILING = """
@@ -100,7 +101,12 @@ def test_it_serves_with_a_key_and_drains(serve, tmp_path):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) as client:
         text = client.completions.create(**PROMPT, max_tokens=50).choices[0].text
         assert text == story(50)
-        assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "stories260K", "exact": True}
+        assert httpx.get(f"{url}/health").json() == {
+            "status": "ok",
+            "model": "stories260K",
+            "exact": True,
+            "dtype": "float32",
+        }
         assert httpx.get(f"{url}/v1/models").status_code == 401
         stream = client.completions.create(**PROMPT, max_tokens=300, stream=True)
         pieces = [next(stream).choices[0].text]
@@ -110,7 +116,7 @@ def test_it_serves_with_a_key_and_drains(serve, tmp_path):
             pieces.append(chunk.choices[0].text)
             reasons.append(chunk.choices[0].finish_reason)
     assert reasons[-1] in ("length", "stop") and "".join(pieces).startswith(text)
-    assert ended(process) == (0, "")
+    assert ended(process) == (0, SAID)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
@@ -123,7 +129,7 @@ def test_what_does_not_end_in_time_ends_with_an_error_and_it_starts_again(serve)
     port = url.rpartition(":")[2]
     thread, chunks = streamed(url, max_tokens=390, n=64)
     process.send_signal(signal.SIGINT)
-    assert ended(process) == (130, "")
+    assert ended(process) == (130, SAID)
     thread.join()
     assert json.loads(chunks[-2])["error"]["code"] == "draining" and chunks[-1] == "[DONE]"
     process, url = serve("--port", port)
@@ -141,7 +147,7 @@ def test_a_failed_engine_ends_it_with_a_status(serve):
     thread, chunks = streamed(url, max_tokens=390)
     status, errors = ended(process)
     thread.join()
-    assert status == 1 and errors == "jaxlm: the engine has failed: RuntimeError: the device is lost\n"
+    assert status == 1 and errors == f"{SAID}jaxlm: the engine has failed: RuntimeError: the device is lost\n"
     assert "the device is lost" in chunks[-2] and chunks[-1] == "[DONE]"
 
 

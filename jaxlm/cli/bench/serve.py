@@ -113,7 +113,9 @@ def _measured(
         if url is None:
             with working("starting a server"):
                 server = started(arguments.run, arguments.overrides, engine.options(arguments))
-                url = until_the_end.enter_context(server)
+                url, dtype = until_the_end.enter_context(server)
+            execution = experiment.execution.model_copy(update={"dtype": dtype})
+            experiment = experiment.model_copy(update={"execution": execution})
         count = until_the_end.enter_context(counting("requests", load.requests))
 
         def ended(one: "Answered") -> None:

@@ -13,9 +13,9 @@ _END_S = 60.0  # until a server that is told to end is killed
 
 
 @contextmanager
-def started(model: Path, overrides: Sequence[str], options: Sequence[str]) -> Iterator[str]:
-    """Serve a model over loopback, with these options of `jaxlm serve`, and yield its address. What the server
-    complains of goes to standard error. Raises InputError and RunFailed as it ends."""
+def started(model: Path, overrides: Sequence[str], options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Serve a model over loopback, with these options of `jaxlm serve`, and yield its address and the dtype that it
+    computes in. What the server complains of goes to standard error. Raises InputError and RunFailed as it ends."""
     command = [sys.executable, "-m", "jaxlm", "serve", str(model), *overrides, *options, "--port", "0", "--json"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -24,7 +24,8 @@ def started(model: Path, overrides: Sequence[str], options: Sequence[str]) -> It
         if not line:
             failure = InputError if server.wait() == 2 else RunFailed
             raise failure(f"jaxlm serve {model} ended with status {server.returncode}, for the reason above")
-        yield json.loads(line)["url"]
+        ready = json.loads(line)
+        yield ready["url"], ready["dtype"]
     finally:
         server.terminate()
         try:

@@ -10,6 +10,7 @@ from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import DoorCost, Local, LocalArray
+from jaxlm.models.execution_config import Remat
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.rules import Placement, together
@@ -36,7 +37,7 @@ class DeviceStep:
         layout, rows = work.representative().layout, work.batch // work.microbatches
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
         of_rows = rows, work.dtype, work.platform, work.runs_kernels
-        self._costs = _costs(*forward, work.rules, work.frozen, layout, *of_rows)
+        self._costs, self.rerun = _shared(*forward, work.rules, work.frozen, layout, *of_rows)
 
     @cached_property
     def trained(self) -> frozenset[int]:
@@ -177,8 +178,9 @@ def _placed_arrays(*_: Any) -> dict[int, tuple[tuple[_PlacedArray, ...], tuple[_
 
 
 @functools.lru_cache(maxsize=128)
-def _costs(*_: Any) -> dict[int, tuple[Local, DoorCost]]:
-    return {}
+def _shared(*_: Any) -> tuple[dict[int, tuple[Local, DoorCost]], dict[Remat, frozenset[int]]]:
+    """Return what doors declare, and what runs again under each rematerialisation."""
+    return {}, {}
 
 
 @functools.lru_cache(maxsize=128)

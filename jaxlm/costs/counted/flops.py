@@ -3,7 +3,6 @@
 import functools
 import math
 from dataclasses import replace
-from fractions import Fraction
 from typing import NamedTuple
 
 from jaxlm.costs.counted import operations
@@ -63,9 +62,10 @@ def _flops(whole_step: Workload) -> Flops:
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
     # for scores that a CPU leaves out.
     asked = ran if whole_step == whole_step.without_kernels() else operations.step(whole_step.without_kernels())
-    model = causal = Fraction(0)
-    for op in asked:
-        if op.phase in ("forward", "backward"):
-            whole, visible = op.visible or (1, 1)
-            model, causal = model + op.times * op.flops * whole, causal + op.times * op.flops * visible
+    once = [op for op in asked if op.phase in ("forward", "backward")]
+    model = causal = sum(op.times * op.flops for op in once if op.visible is None)
+    for op in once:
+        if op.visible is not None:
+            model += op.times * op.flops * op.visible.whole
+            causal += op.times * op.flops * op.visible.causal
     return Flops(napkin_flops(whole_step), int(model), int(causal), executed)

@@ -81,7 +81,9 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
             continue
         each += [*_gradients(device, use, cost, products), *traced.get("backward", ())]
         each += [_beside(use, part, "backward") for part in parts]
-    return tuple(op._replace(times=op.times * work.microbatches) for op in each)
+    if work.microbatches > 1:
+        each = [op._replace(times=op.times * work.microbatches) for op in each]
+    return tuple(each)
 
 
 def _gradients(
@@ -148,8 +150,15 @@ def _work(
     return tuple(_JaxprWork(each.matmul_flops, each.flops, each.bytes_in + each.bytes_out) for each in costs)
 
 
-def run_again(device: DeviceStep) -> set[int]:
+def run_again(device: DeviceStep) -> frozenset[int]:
     """Return the values that the backward pass makes again, from those that it reads."""
+    remat = device.work.remat
+    if remat not in device.rerun:
+        device.rerun[remat] = frozenset(_run_again(device))
+    return device.rerun[remat]
+
+
+def _run_again(device: DeviceStep) -> set[int]:
     work, recording, again = device.work, device.recording, set()
     if work.remat == "none" or not device.trained:
         return again

@@ -186,7 +186,7 @@ class _Reader:
         self._query_heads: dict[int, int] = {}
         self._axes: dict[int, Dimensions] = {}
         self._broadcast: set[int] = set()
-        self._results: dict[tuple, list[int]] = {}  # of a door and its operands
+        self._laid_out: dict[tuple, list[int]] = {}  # of a value by other axes
 
     def new(self, *sources: int) -> int:
         """Return the number of a new value, made of these."""
@@ -241,12 +241,14 @@ class _Reader:
         return [self.new() if isinstance(atom, Constant) else values[atom] for atom in jaxpr.outvars]
 
     def _use(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
-        """Add the use of a door and return the numbers of its results. Of the same operands XLA computes it once."""
+        """Add the use of a door and return the numbers of its results."""
         marker: Marker = eqn.params["marker"]
         key = marker, *operands
-        if key in self._results:
-            return self._results[key]
-        self._results[key] = results = [self.new(*operands) for _ in eqn.outvars]
+        if key in self._laid_out:
+            return self._laid_out[key]
+        results = [self.new(*operands) for _ in eqn.outvars]
+        if len(marker.operands) == 1 and marker.operands != marker.results and not marker.options:
+            self._laid_out[key] = results  # XLA gathers a value once, whoever reads it
         heads = dict(marker.options).get("num_query_heads") or self._query_heads.get(results[0])
         for value, axes, atom in zip(results, marker.results, eqn.outvars, strict=True):
             self._axes[value] = dimensions(axes, atom.aval.shape)

@@ -101,6 +101,32 @@ def test_no_two_classes_have_one_name():
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+# Private words that had a standard term, as names of modules, classes and functions: the term is used.
+REFUSED = {
+    "Held": "TensorBinding",
+    "LoraRun": "AdaptedWeights",
+    "Place": "LayerIndex",
+    "Seen": "VisibleFraction",
+    "Steps": "TrainStep, TrainPrograms",
+    "WeightsSource": "ModelWeights",
+    "_Asked": "PlanRequest",
+    "jit_steps": "TrainStep.jitted",
+    "lora_run": "adapters",
+    "make_steps": "TrainStep",
+    "paper": "recorder",
+    "taken_apart": "unstack_layers",
+}
+
+
+def test_plain_words_are_not_replaced_by_private_ones():
+    named = []
+    for module in FILES:
+        definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        names = [node.name for node in ast.walk(parsed(module)) if isinstance(node, definitions)]
+        named += [(module, name) for name in (module.rpartition(".")[2], *names)]
+    assert [(module, name, REFUSED[name]) for module, name in named if name in REFUSED] == []
+
+
 def test_no_two_files_of_tests_have_one_name():
     """Pytest imports them by their names alone."""
     names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))

@@ -29,8 +29,9 @@ CountFromZero = Annotated[int, Field(ge=0, lt=2**31)]
 # Numbers that JAX computes with, in float32.
 Positive = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
 NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_below_one)]
-Share = Annotated[float, Field(gt=0.0, le=1.0), AfterValidator(_in_float32)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_below_one)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveShare = Annotated[float, Field(gt=0.0, le=1.0), AfterValidator(_in_float32)]
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,20 @@ def rank(experiment: Experiment, on: str, mesh: str | None, kind: Kind, held: Co
     """Plan a step on chips, or on every chip of the catalog (`all:8`); see `jaxlm.api.plan`."""
     if mesh != AUTO:
         experiment = on_mesh(experiment, mesh)
-    asked = _Asked(mesh == AUTO, kind, held)
+    request = PlanRequest(mesh == AUTO, kind, held)
     name, _, count = on.partition(":")
     if name == "all":
-        return asked.on_every_chip(experiment, on, count)
+        return request.on_every_chip(experiment, on, count)
     target = Target.parse(on)
-    experiment = with_batch(experiment, asked.parts(experiment, target), kind)
-    return Ranking(asked.on(experiment, target), {})
+    experiment = with_batch(experiment, request.parts(experiment, target), kind)
+    return Ranking(request.on(experiment, target), {})
 
 
-class _Asked(NamedTuple):
-    """A request: meshes are `searched` or given; the kind of step; the settings that a search leaves as they are."""
+class PlanRequest(NamedTuple):
+    """A request for plans: of meshes that are `searched`, or of the one given; of one kind of step.
+
+    `held`: the settings that a search leaves as they are.
+    """
 
     searched: bool
     kind: Kind

@@ -80,7 +80,7 @@ class PublishedModel:
 
     @cached_property
     def _left_out(self) -> list[str]:
-        """The tensors of pictures and the like: those that no prefix of text stands before."""
+        """The tensors of pictures and the like, whose names begin with no prefix of the text model."""
         if "text_config" not in self._whole_config:
             return []
         return [name for name, was in zip(self._named, self._dequantized, strict=True) if name == was]
@@ -115,7 +115,7 @@ class PublishedModel:
         return self.folder / name
 
     @cached_property
-    def tensors(self) -> dict[str, table.Held]:
+    def tensors(self) -> dict[str, table.TensorBinding]:
         """The tensors of the model by name. Raises InputError unless they are those that are stored, with their shapes,
         but for `dropped` ones."""
         expected = table.tensors(self.model, self.family.rules)

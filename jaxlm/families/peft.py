@@ -1,8 +1,8 @@
 """Adapters in the format of PEFT (adapter_config.json, adapter_model.safetensors), read and written.
 
-The table of a family says what a tensor holds. What permutes the outputs of a matrix permutes those of B; a tensor that
-holds several matrices has the A of each above one another, and each B in a block of its own, so that its rank and its
-alpha are as many times those of one.
+The table of a family says which parameters a tensor holds. A permutation of a matrix's outputs is one of B's outputs. A
+tensor that holds several matrices stacks their A, and has each B in a block of its own; its rank and its alpha are
+those of one matrix, times the number of matrices.
 """
 
 import math
@@ -25,7 +25,7 @@ from jaxlm.families.directory import PublishedModel
 from jaxlm.families.family import Family
 from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG, is_published, read_json, write_json
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
-from jaxlm.families.table import Held, TensorPlace
+from jaxlm.families.table import TensorBinding, TensorPlace
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
@@ -120,8 +120,8 @@ class AdaptedModel(PublishedModel):
             factors.setdefault(matrix, {})[found["factor"]] = tensor
         made = {}
         for name, each in factors.items():
-            held, transposed = declared[name]
-            outputs, inputs = reversed(held.shape) if transposed else held.shape
+            binding, transposed = declared[name]
+            outputs, inputs = reversed(binding.shape) if transposed else binding.shape
             shapes = {factor: tensor.shape for factor, tensor in each.items()}
             rank = shapes.get("A", (0,))[0]
             if shapes != {"A": (rank, inputs), "B": (outputs, rank)} or rank == 0:
@@ -178,36 +178,40 @@ def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
     return PublishedModel(hub.fetch(of_hub), of_hub)
 
 
-def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[Held, bool]]:
+def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[TensorBinding, bool]]:
     """Return the tensors that are matrices by which something is multiplied, and whether each is stored [in, out]."""
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
     found = {}
-    for name, held in table.tensors(model, family.rules).items():
-        of = [declared[place.path] for place in held.places]
+    for name, binding in table.tensors(model, family.rules).items():
+        of = [declared[place.path] for place in binding.places]
         if name.endswith(".weight") and all(d.projection or (d.table and d.axes[-1] == "vocab") for d in of):
-            one, two = (_narrowed(held, declared, rank).shape for rank in (1, 2))
-            found[name] = held, one[0] != two[0]
+            one, two = (_narrowed(binding, declared, rank).shape for rank in (1, 2))
+            found[name] = binding, one[0] != two[0]
     return found
 
 
-def _narrowed(held: Held, declared: Mapping[str, Dimensions], rank: int) -> Held:
+def _narrowed(binding: TensorBinding, declared: Mapping[str, Dimensions], rank: int) -> TensorBinding:
     """Return a tensor like this one whose matrices have so many inputs."""
 
     def narrow(place: TensorPlace) -> TensorPlace:
         inputs = len(declared[place.path].inputs)
         return replace(place, shape=(rank, *(1,) * (inputs - 1), *place.shape[inputs:]))
 
-    return Held(held.name, tuple(map(narrow, held.places)), held.pattern)
+    return TensorBinding(binding.name, tuple(map(narrow, binding.places)), binding.pattern)
 
 
 def _written(
-    held: Held, transposed: bool, declared: Mapping[str, Dimensions], leaves: Mapping[str, np.ndarray], rank: int
+    binding: TensorBinding,
+    transposed: bool,
+    declared: Mapping[str, Dimensions],
+    leaves: Mapping[str, np.ndarray],
+    rank: int,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return A [k · rank, in] and B [out, k · rank] of a tensor that holds k adapted matrices; None for no such."""
-    paths = [path for path in dict.fromkeys(place.path for place in held.places) if f"{path}/a" in leaves]
+    paths = [path for path in dict.fromkeys(place.path for place in binding.places) if f"{path}/a" in leaves]
     if not paths:
         return None
-    narrow = _narrowed(held, declared, len(paths) * rank)
+    narrow = _narrowed(binding, declared, len(paths) * rank)
     first, blocks = [], [np.zeros(place.shape, np.float32) for place in narrow.places]
     for part, path in enumerate(paths):
         a, b = leaves[f"{path}/a"], leaves[f"{path}/b"]
@@ -234,8 +238,8 @@ def write(
     leaves = {path: np.asarray(jax.device_get(leaf)) for path, leaf in model_tree.paths(adapters).items()}
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
     matrices, tensors, ranks = _matrices(model, family), {}, {}
-    for name, (held, transposed) in matrices.items():
-        factors = _written(held, transposed, declared, leaves, lora.rank)
+    for name, (binding, transposed) in matrices.items():
+        factors = _written(binding, transposed, declared, leaves, lora.rank)
         if factors is None:
             continue
         module = name.removesuffix(".weight")

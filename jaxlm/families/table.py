@@ -44,7 +44,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorBinding:
     """A stored tensor by its name, and where its numbers are in the tree."""
 
     name: str
@@ -68,7 +68,7 @@ class Held:
         return arrays[0] if self.pattern is None else self.pattern.write(arrays)
 
 
-def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Held]:
+def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, TensorBinding]:
     """Return the tensors in which a model is stored, by name.
 
     A rule holds for the layers that have its arrays: layers without a bias have no tensor for it. Raises ValueError
@@ -77,18 +77,18 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Held]:
     graph, abstract = model_tree.abstract(model)
     shapes = {path: leaf.shape for path, leaf in model_tree.paths(model_tree.shapes(abstract)).items()}
     stacks = _stacks(graph, abstract)
-    found: dict[str, Held] = {}
+    found: dict[str, TensorBinding] = {}
     for rule in rules:
         for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, None))]:
             named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in rule.paths]
             if not any(name.partition("[")[0] in shapes for name in named):
                 continue
             places = tuple(_place(name, index, shapes, model.layers[layer].rope_dim) for name in named)
-            held = Held(rule.name.replace("{l}", str(layer)), places, rule.pattern)
-            if held.name in found:
-                raise ValueError(f"two rules name {held.name}")
-            found[held.name] = held
-    covered = [(place.path, place.index) for held in found.values() for place in held.places if not place.start]
+            binding = TensorBinding(rule.name.replace("{l}", str(layer)), places, rule.pattern)
+            if binding.name in found:
+                raise ValueError(f"two rules name {binding.name}")
+            found[binding.name] = binding
+    covered = [(place.path, place.index) for binding in found.values() for place in binding.places if not place.start]
     whole = [(path, i) for path, shape in shapes.items() for i in (range(shape[0]) if _is_stack(path) else [None])]
     if sorted(covered, key=str) != sorted(whole, key=str):
         left = sorted({path for path, _ in set(whole) ^ set(covered)})
@@ -120,7 +120,10 @@ def _stacks(graph: nnx.GraphDef, abstract: nnx.State) -> list[tuple[str, int]]:
 
 
 def check(
-    expected: Mapping[str, Held], stored: Mapping[str, StoredTensor | LazyTensor], known: Collection[str], where: str
+    expected: Mapping[str, TensorBinding],
+    stored: Mapping[str, StoredTensor | LazyTensor],
+    known: Collection[str],
+    where: str,
 ) -> None:
     """Raise InputError unless the stored tensors are those that are expected, with their shapes, and others that are
     `known`. The message lists the differences."""
@@ -131,9 +134,9 @@ def check(
         near = difflib.get_close_matches(name, strange, 1)
         wrong.append(f"{name} is missing" + (f" (there is {near[0]})" if near else ""))
     wrong += [f"{name} is none of the model's" for name in strange]
-    for name, held in expected.items():
-        if name in stored and stored[name].shape != held.shape:
-            wrong.append(f"{name} is {list(stored[name].shape)}, and the configuration says {list(held.shape)}")
+    for name, binding in expected.items():
+        if name in stored and stored[name].shape != binding.shape:
+            wrong.append(f"{name} is {list(stored[name].shape)}, and the configuration says {list(binding.shape)}")
         elif name in stored and stored[name].dtype_name not in _READ:
             wrong.append(f"{name} is {stored[name].dtype_name}, and a parameter is one of {', '.join(_READ)}")
     if wrong:
@@ -143,7 +146,7 @@ def check(
 
 def load(
     model: ModelConfig,
-    expected: Mapping[str, Held],
+    expected: Mapping[str, TensorBinding],
     stored: Mapping[str, StoredTensor | LazyTensor],
     mesh: Mesh,
     rules: Rules,
@@ -163,12 +166,12 @@ def load(
     shapes = model_tree.paths(model_tree.shapes(abstract))
     shardings = model_tree.shardings(abstract, mesh, rules)
     sharding_of = model_tree.paths(shardings)
-    missing = Counter(place.path for held in expected.values() for place in held.places)
+    missing = Counter(place.path for binding in expected.values() for place in binding.places)
     filled: dict[str, HostShards] = {}
     arrays: dict[str, jax.Array] = {}
-    for held in expected.values():  # all layers of a rule, then the next: few arrays are filled at a time
-        numbers = stored[held.name].read()
-        for place, piece in zip(held.places, held.read(numbers), strict=True):
+    for binding in expected.values():  # all layers of a rule, then the next: few arrays are filled at a time
+        numbers = stored[binding.name].read()
+        for place, piece in zip(binding.places, binding.read(numbers), strict=True):
             path = place.path
             if path not in filled:
                 to = jax.dtypes.canonicalize_dtype(numbers.dtype if dtype is None else dtype)
@@ -181,13 +184,13 @@ def load(
 
 
 def unwritten(
-    expected: Mapping[str, Held], parameters: Tree, dtype_of: Mapping[str, np.dtype]
+    expected: Mapping[str, TensorBinding], parameters: Tree, dtype_of: Mapping[str, np.dtype]
 ) -> dict[str, LazyTensor]:
     """Return the tensors of parameters, to be written one after another in these dtypes."""
     leaves = model_tree.paths(parameters)
 
-    def make(held: Held) -> np.ndarray:
-        return held.write([array(place) for place in held.places]).astype(dtype_of[held.name], copy=False)
+    def make(binding: TensorBinding) -> np.ndarray:
+        return binding.write([array(place) for place in binding.places]).astype(dtype_of[binding.name], copy=False)
 
     def array(place: TensorPlace) -> np.ndarray:
         leaf = leaves[place.path]
@@ -195,7 +198,8 @@ def unwritten(
         return np.asarray(whole)[..., place.start : place.end]
 
     return {
-        name: LazyTensor(dtype_of[name], held.shape, lambda held=held: make(held)) for name, held in expected.items()
+        name: LazyTensor(dtype_of[name], binding.shape, lambda binding=binding: make(binding))
+        for name, binding in expected.items()
     }
 
 

@@ -21,9 +21,9 @@ class Batch(NamedTuple):
 
     `token_R`: int32; −1 is what was drawn last in the slot of a row that decodes. `position_R`: in the sequence, −1 is
     padding. `length_R`: the tokens that the row's sequence may come to. `row_Q`: the row that each draw follows: those
-    that decode, in order, then the last of prompts. `slot_Q`: where each draw is kept on the device; the last slot is
-    of those that are none. `tables`: of each group, int32 [·, M] of the runs that decode, and of the tiles where there
-    are any. `target_R`: the token after each row of a prompt whose score is asked for; −1 for others.
+    that decode, in order, then the last of prompts. `slot_Q`: the slot on the device that keeps each draw; the
+    last slot takes draws of padding. `tables`: of each group, int32 [·, M] of the runs that decode, and of the tiles
+    where there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1 for others.
     """
 
     token_R: np.ndarray

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxlm.core.schema import Count, InWords, Kinds, NonNegative, Positive, Section, Share
+from jaxlm.core.schema import Count, InWords, Kinds, NonNegative, Positive, PositiveShare, Section
 
 
 class LearnedPositionsConfig(Section):
@@ -154,7 +154,7 @@ class RopeConfig(Section):
     kind: Literal["rope"] = "rope"
     theta: Positive = 10_000.0
     """The base of the frequencies."""
-    fraction: Share = 1.0
+    fraction: PositiveShare = 1.0
     """Rotates the first channels of each head, this share of them rounded down, and leaves the others as they are
     (GPT-NeoX, arXiv:2204.06745, section 2.1.1). Their number must be even."""
     reversed: bool = False

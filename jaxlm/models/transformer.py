@@ -54,7 +54,7 @@ class Block(Module):
     def _sequential(
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
-        """Add attention to x, then what the feed-forward layer makes of the sum."""
+        """Add attention of x to x, then the feed-forward layer of the sum."""
         attention_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
         attention_BTD = scale(self.attention_post_norm(attention_BTD), self.residual_scale)
         attention_BTD = rows.dropout(attention_BTD, 0)

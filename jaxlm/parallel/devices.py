@@ -45,8 +45,8 @@ def mesh_here(least: int, layout: Callable[[int], Layout]) -> "Mesh":
 
 
 def start(wanted: int) -> list[Any]:
-    """Start JAX's backend and return the devices of all processes. A CPU is split into as many as a mesh of `wanted`
-    devices needs of this process, where nobody said otherwise.
+    """Start JAX's backend and return the devices of all processes. The CPU of this process is split into its part of
+    `wanted` devices, unless the environment sets their number.
 
     Raises InputError where so many are not emulated, or where the platform of JAX_PLATFORMS is not to be had.
     """
@@ -69,8 +69,8 @@ def start(wanted: int) -> list[Any]:
 
 
 def emulated_for(wanted: int) -> int:
-    """Return the devices that the CPU of each process is split into for a mesh of `wanted` devices; 1 where somebody
-    said otherwise. Raises InputError where so many are not emulated."""
+    """Return the devices that the CPU of each process is split into for a mesh of `wanted` devices; 1 where the
+    environment sets their number. Raises InputError where so many are not emulated."""
     if "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return 1
     emulated = math.ceil(wanted / processes.process_count()) if wanted > 1 else 1

@@ -239,15 +239,15 @@ class Job:
         if self._source is None:
             return None
         experiment, lora, run, say = self._experiment, self._experiment.lora, self._run, self._display.say
-        remembered = run.begun_from if lora is not None and run.has_checkpoint else None
-        if remembered is not None and processes.is_first():
-            remembered.check(run, self._source.weights.digest(remembered.step))
+        adapted = run.begun_from if lora is not None and run.has_checkpoint else None
+        if adapted is not None and processes.is_first():
+            adapted.check(run, self._source.weights.digest(adapted.step))
         dtype = "float32" if lora is None else experiment.execution.dtype
-        checkpoint = "newest" if remembered is None or remembered.step is None else remembered.step
+        checkpoint = "newest" if adapted is None or adapted.step is None else adapted.step
         weights = self._source.weights
         step, parameters = weights.restore(WeightsRequest(experiment.model, mesh, TRAIN, dtype, checkpoint, say=say))
         origin = weights.origin(step)
-        if processes.is_first() and remembered is None:
+        if processes.is_first() and adapted is None:
             digest = None if lora is None else weights.digest(step)
             origin._replace(digest=digest).save(run.paths.origin)
         if lora is None:

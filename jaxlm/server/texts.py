@@ -251,7 +251,7 @@ def _text_of(served: ServedModel, request: Request, asked: AskedTexts) -> Contin
     if asked.answer:
         form, names, _, prompt_end, begun = asked.answer
         return AnswerText(served.tokenizer, request, form, names, prompt_end, begun)
-    # What ends it does not say whether it is an answer.
+    # A request may name tokens that end it and yet be no answer.
     return ContinuationText(served.tokenizer, request if asked.is_answer else request._replace(ends=None))
 
 

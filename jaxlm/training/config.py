@@ -4,13 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxlm.core.schema import Count, CountFromZero, Fraction, InWords, Kinds, NonNegative, Positive, Section
+from jaxlm.core.schema import BelowOne, Count, CountFromZero, InWords, Kinds, NonNegative, Positive, Section, Share
 from jaxlm.data.config import DataConfig
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.lora_config import LoraConfig
-
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class TrainingConfig(Section):
@@ -26,13 +24,13 @@ class TrainingConfig(Section):
     """Parts of a batch that are computed one after another to save memory; a divisor of `batch`."""
     sequence: Annotated[Count, InWords(default="model.context_length, at most 8192")]
     """Tokens per row."""
-    dropout: Fraction = 0.0
+    dropout: BelowOne = 0.0
     """The probability that an activation is dropped in training. The numbers drawn depend on the size of `mesh.data`,
     and so do losses."""
     z_loss: NonNegative = 0.0
     """This times log² Z is added to each token's loss, to keep softmax's Z near 1 (Chowdhery et al. 2022,
     arXiv:2204.02311, section 5: 1e-4). The losses reported are without it."""
-    ema_decay: Annotated[Fraction, Field(gt=0.0)] | None = None
+    ema_decay: Annotated[BelowOne, Field(gt=0.0)] | None = None
     """Decay per step of an exponential moving average of the parameters, which is kept if this is set."""
     log_every: Count = 10
     """Steps between lines of metrics."""
@@ -117,9 +115,9 @@ class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     kind: Literal["adamw"] = "adamw"
-    beta1: Fraction = 0.9
+    beta1: BelowOne = 0.9
     """Decay of the first moment."""
-    beta2: Fraction = 0.95
+    beta2: BelowOne = 0.95
     """Decay of the second moment."""
     epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
@@ -136,7 +134,7 @@ class MuonConfig(OptimizerConfig):
     """
 
     kind: Literal["muon"] = "muon"
-    momentum: Fraction = 0.95
+    momentum: BelowOne = 0.95
     """Decay of the momentum of matrices."""
     nesterov: bool = True
     """Look ahead with the momentum."""
@@ -144,9 +142,9 @@ class MuonConfig(OptimizerConfig):
     """Iterations of Newton and Schulz."""
     adam_learning_rate: Annotated[Positive | None, InWords(default="optimizer.learning_rate")] = None
     """The peak of the learning rate for AdamW's parameters."""
-    beta1: Fraction = 0.9
+    beta1: BelowOne = 0.9
     """Decay of AdamW's first moment."""
-    beta2: Fraction = 0.95
+    beta2: BelowOne = 0.95
     """Decay of AdamW's second moment."""
     epsilon: Positive = 1e-8
     """Added to the root of AdamW's second moment."""
@@ -172,9 +170,9 @@ class LionConfig(OptimizerConfig):
     kind: Literal["lion"] = "lion"
     learning_rate: Positive = 1e-4
     weight_decay: NonNegative = 0.3
-    beta1: Fraction = 0.9
+    beta1: BelowOne = 0.9
     """Weight of the momentum in an update."""
-    beta2: Fraction = 0.99
+    beta2: BelowOne = 0.99
     """Decay of the momentum."""
 
 
@@ -184,7 +182,7 @@ class SGDConfig(OptimizerConfig):
     kind: Literal["sgd"] = "sgd"
     learning_rate: Positive = 0.1
     weight_decay: NonNegative = 0.0
-    momentum: Fraction = 0.9
+    momentum: BelowOne = 0.9
     """Decay of the momentum."""
     nesterov: bool = False
     """Look ahead with the momentum."""

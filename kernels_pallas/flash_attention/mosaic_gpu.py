@@ -18,14 +18,14 @@ from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.mosaic_gpu_backward import backward
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.ring import (
+from kernels_pallas.flash_attention.pipeline import (
     CONSUMERS,
     QUERIES,
     TILE,
     BlockOrder,
+    BlockPipeline,
     KeyBlocks,
     References,
-    Ring,
     padded,
     tiled,
     warp_specialize,
@@ -63,8 +63,8 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
     of_keys = KeyBlocks(operands)
     # The most keys such that registers hold their scores and the sums of all V columns, and shared memory two blocks.
     keys = 128 if max(H, V) <= 128 and not of_keys.biased else 64
-    ring = Ring.of("forward", operands, keys, of_keys.buffers, own)
-    keys = ring.blocks.rows
+    pipeline = BlockPipeline.of("forward", operands, keys, of_keys.buffers, own)
+    keys = pipeline.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
@@ -91,9 +91,9 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
 
             def online_softmax(products: jax.Array, j: jax.Array, sums: tuple, masked: bool) -> tuple:
                 """Return the softmax statistics after a step, the factor of earlier accumulators, and the weights."""
-                ring.consumer_release(warpgroup, ref, j, order.steps, "key")
+                pipeline.consumer_release(warpgroup, ref, j, order.steps, "key")
                 largest, total = sums
-                bias = of_keys.bias(warpgroup, ref, ring, j, order.steps)
+                bias = of_keys.bias(warpgroup, ref, pipeline, j, order.steps)
                 values, factor, _ = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.iota((ROWS, keys), 1)
@@ -112,8 +112,8 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 """Multiply the keys of step j and the values of step j − 1: the softmax of one overlaps the other."""
                 sums, acc, weights = carry
                 (key,), (value,) = (
-                    ring.consumer_wait(warpgroup, ref, j, "key"),
-                    ring.consumer_wait(warpgroup, ref, j - 1, "value"),
+                    pipeline.consumer_wait(warpgroup, ref, j, "key"),
+                    pipeline.consumer_wait(warpgroup, ref, j - 1, "value"),
                 )
                 warpgroup.wait(ping_pong)
                 (sums, kept, following), acc = warpgroup.qk_with_pv(
@@ -123,19 +123,19 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                     lambda x: online_softmax(x, j, sums, masked),
                     let_other_multiply,
                 )
-                ring.consumer_release(warpgroup, ref, j - 1, order.steps, "value")
+                pipeline.consumer_release(warpgroup, ref, j - 1, order.steps, "value")
                 return sums, acc * warpgroup.broadcast_by_row(kept, V), following
 
             pl.when(me == CONSUMERS - 1)(let_other_multiply)  # to the first
             warpgroup.wait(ref["query_ready"].at[me])
-            (key,) = ring.consumer_wait(warpgroup, ref, jnp.int32(0), "key")
+            (key,) = pipeline.consumer_wait(warpgroup, ref, jnp.int32(0), "key")
             warpgroup.wait(ping_pong)
             (products,) = warpgroup.wgmma((query, key), meanwhile=let_other_multiply)
             # Where the first block is unmasked its mask changes nothing: that costs less than another copy of the code.
             sums, _, weights = online_softmax(products, jnp.int32(0), (largest, total), masked=True)
             acc = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
             sums, acc, weights = order.over(step, (sums, acc, weights), begin=1)
-            (value,) = ring.consumer_wait(warpgroup, ref, order.steps - 1, "value")
+            (value,) = pipeline.consumer_wait(warpgroup, ref, order.steps - 1, "value")
             warpgroup.wait(ping_pong)
             pl.when(me < CONSUMERS - 1)(let_other_multiply)
             (acc,) = warpgroup.wgmma_accumulate((acc, weights, value))
@@ -150,7 +150,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 (log_sum_exp, ref["log_sum_exp_tile"].at[me], ref["log_sum_exp"].at[b, n, at]),
             )
 
-        warp_specialize(warpgroup, lambda: ring.producer_loop(warpgroup, ref, order.steps, sources), compute)
+        warp_specialize(warpgroup, lambda: pipeline.producer_loop(warpgroup, ref, order.steps, sources), compute)
 
     start, end = operands.intervals
     inputs = {
@@ -170,7 +170,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         },
         grid={"head": N, "block": rows, "batch": B},
         warpgroups=CONSUMERS + 1,
-        shared=own | ring.shared() | {"query_ready": Barriers(CONSUMERS), "ping_pong": Barriers(CONSUMERS)},
+        shared=own | pipeline.shared() | {"query_ready": Barriers(CONSUMERS), "ping_pong": Barriers(CONSUMERS)},
         cost=operands.forward_cost(settings.unmasked_scores),
         name="flash_attention_forward",
     )

@@ -24,13 +24,13 @@ from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention import triton
 from kernels_pallas.flash_attention.blocks import BlockRanges, add_order, key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.ring import (
+from kernels_pallas.flash_attention.pipeline import (
     CONSUMERS,
     TILE,
+    BlockPipeline,
     KeyBlocks,
+    PipelineBlocks,
     References,
-    Ring,
-    RingBlocks,
     bias_of,
     of_bias,
     padded,
@@ -48,13 +48,13 @@ _WIDEST_VALUES, _QUERIES = {64: 64, 128: 128}, {64: 128, 128: 64}
 def serves(operands: Operands) -> bool:
     """Return whether registers and shared memory hold what heads of these widths need."""
     H, V = operands.sizes[5:]
-    return V <= _WIDEST_VALUES.get(H, 0) and stages_that_fit(_own(operands), _ring_buffers(operands)) > 0
+    return V <= _WIDEST_VALUES.get(H, 0) and stages_that_fit(_own(operands), _pipeline_buffers(operands)) > 0
 
 
 def _own(operands: Operands) -> dict[str, SharedBuffer | Barriers]:
-    """Return a block's arrays in shared memory besides its ring."""
+    """Return a block's arrays in shared memory besides its pipeline."""
     dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
-    return _ring_of_bias(operands).shared() | {
+    return _bias_pipeline(operands).shared() | {
         "key_tile": SharedBuffer((_KEYS, H), dtype, tiled=True),
         "value_tile": SharedBuffer((_KEYS, V), dtype, tiled=True),
         "d_scores_tile": SharedBuffer((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of the one before
@@ -62,8 +62,8 @@ def _own(operands: Operands) -> dict[str, SharedBuffer | Barriers]:
     }
 
 
-def _ring_buffers(operands: Operands) -> dict[str, SharedBuffer]:
-    """Return the buffers of the ring, which are loaded for a step."""
+def _pipeline_buffers(operands: Operands) -> dict[str, SharedBuffer]:
+    """Return the buffers of the pipeline, which are loaded for a step."""
     dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
     queries = _QUERIES[H]
     return {
@@ -74,14 +74,14 @@ def _ring_buffers(operands: Operands) -> dict[str, SharedBuffer]:
     }
 
 
-def _ring_of_bias(operands: Operands) -> Ring:
-    """Return the ring of the bias: of one stage, since it is read early in a step."""
+def _bias_pipeline(operands: Operands) -> BlockPipeline:
+    """Return the pipeline of the bias: of one stage, since it is read early in a step."""
     bias, queries = operands.bias, _QUERIES[operands.sizes[5]]
     buffers = {}
     if bias is not None:
         biased = KeyBlocks(operands).biased
         buffers["bias"] = SharedBuffer((queries, _KEYS) if biased else (_KEYS,), bias.dtype, tiled=biased)
-    return Ring(RingBlocks(queries, 1), buffers, together=False)
+    return BlockPipeline(PipelineBlocks(queries, 1), buffers, together=False)
 
 
 def backward(
@@ -99,8 +99,8 @@ def backward(
     shares = operands.shares(columns * K * B)
     heads = N // (K * shares)  # query heads per block
     bias, biased = operands.bias, KeyBlocks(operands).biased
-    own, biases = _own(operands), _ring_of_bias(operands)
-    ring = Ring.of("gradients", operands, 0, lambda _: _ring_buffers(operands), own, together=True)
+    own, biases = _own(operands), _bias_pipeline(operands)
+    pipeline = BlockPipeline.of("gradients", operands, 0, lambda _: _pipeline_buffers(operands), own, together=True)
     ranges = query_ranges(key_ranges(operands.start, operands.end, queries, _KEYS), columns)
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -173,7 +173,9 @@ def backward(
             def step(now: jax.Array, carry: tuple) -> tuple:
                 d_key, d_value = carry
                 _, i = at(now)
-                slots = dict(zip(ring.buffers, ring.consumer_wait(warpgroup, ref, now, *ring.buffers), strict=True))
+                slots = dict(
+                    zip(pipeline.buffers, pipeline.consumer_wait(warpgroup, ref, now, *pipeline.buffers), strict=True)
+                )
 
                 def down(name: str, row: int) -> jax.Array:
                     return warpgroup.broadcast_by_column(warpgroup.load_by_column(slots[name].at[row]), ROWS)
@@ -207,7 +209,7 @@ def backward(
                     (d_key, d_scores, slots["query"]),
                 )
                 # Reads by other than wgmma were committed in hand_on.
-                ring.consumer_release(warpgroup, ref, now, steps, *ring.buffers)
+                pipeline.consumer_release(warpgroup, ref, now, steps, *pipeline.buffers)
                 return d_key, d_value
 
             zeros = tuple(warpgroup.tile(jnp.zeros((ROWS, width), jnp.float32)) for width in (H, V))
@@ -234,7 +236,7 @@ def backward(
 
         warp_specialize(
             warpgroup,
-            lambda: ring.producer_loop(warpgroup, ref, steps, sources, (biases,), add_query_gradient),
+            lambda: pipeline.producer_loop(warpgroup, ref, steps, sources, (biases,), add_query_gradient),
             compute,
         )
 
@@ -264,7 +266,7 @@ def backward(
         grid={"head": K * shares, "block": columns, "batch": B},
         warpgroups=CONSUMERS + 1,
         shared=own
-        | ring.shared()
+        | pipeline.shared()
         | {
             "own_ready": Barriers(1, arrivals=2 * CONSUMERS),
             "d_scores_ready": Barriers(1, arrivals=CONSUMERS),

@@ -24,7 +24,7 @@ from kernels_pallas.flash_attention import (
     packed,
 )
 from kernels_pallas.flash_attention.cases import segments
-from kernels_pallas.flash_attention.ring import Ring, RingBlocks
+from kernels_pallas.flash_attention.pipeline import BlockPipeline, PipelineBlocks
 
 # The kernels for Hopper have no float32.
 IN_FLOAT32 = [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"]
@@ -254,7 +254,7 @@ def test_a_wide_cap_takes_no_digits(implementation, cap):
 def test_buffers_that_share_a_barrier_are_not_waited_for_alone():
     """Waiting twice for one barrier would never end."""
     buffers = {name: SharedBuffer((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
-    ring = Ring(RingBlocks(64, 2), buffers, together=True)
-    assert set(ring.shared()) == {"query_ring", "d_out_ring", "ring_ready", "ring_free"}
+    pipeline = BlockPipeline(PipelineBlocks(64, 2), buffers, together=True)
+    assert set(pipeline.shared()) == {"query_ring", "d_out_ring", "ring_ready", "ring_free"}
     with pytest.raises(ValueError, match="query, d_out share a barrier; wait for all of them, not query alone"):
-        ring.consumer_wait(None, {}, jnp.int32(0), "query")
+        pipeline.consumer_wait(None, {}, jnp.int32(0), "query")

@@ -26,7 +26,7 @@ from kernels_pallas.flash_attention import (
     causal,
     intersection,
     packed,
-    ring,
+    pipeline,
     sliding_window,
 )
 
@@ -321,7 +321,7 @@ def test_the_hopper_kernels_fit_shared_memory(widths, calls):
 
 
 def test_more_shared_memory_than_there_is_does_not_pass(constant):
-    constant(ring, "SHARED_MEMORY", 400_000)
+    constant(pipeline, "SHARED_MEMORY", 400_000)
     with pytest.raises(ValueError, match="exceeds available shared memory"):
         _hopper_calls((128, 128))
 

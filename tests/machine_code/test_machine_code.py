@@ -26,7 +26,7 @@ from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import gated_activation, rms_norm
 from kernels_pallas.core import hopper, launch, target
 from kernels_pallas.core.registry import OPERATIONS
-from kernels_pallas.flash_attention import causal, flash_attention, intersection, packed, ring, sliding_window
+from kernels_pallas.flash_attention import causal, flash_attention, intersection, packed, pipeline, sliding_window
 
 pytestmark = ELSEWHERE
 
@@ -105,7 +105,7 @@ def test_attention_of_every_width(widths, stages, monkeypatch):
         return out, *pull_back(jnp.ones_like(out))
 
     expected = results("reference", *(x.astype(jnp.float32) for x in operands))
-    monkeypatch.setattr(ring.tuning, "blocks", lambda *request: request[-1]._replace(stages=stages))
+    monkeypatch.setattr(pipeline.tuning, "blocks", lambda *request: request[-1]._replace(stages=stages))
     kernel_runs.on("H100", monkeypatch)
     assert_near(functools.partial(results, "mosaic_gpu", *operands), expected)
 
@@ -127,8 +127,10 @@ def test_a_bias_may_have_fewer_stages_than_queries(rows, stages, monkeypatch):
 
     expected = gradients("reference", *(x.astype(jnp.float32) for x in operands))
     made = []
-    plain = ring.Ring.of.__func__
-    monkeypatch.setattr(ring.Ring, "of", classmethod(lambda *a, **o: made.append(plain(*a, **o)) or made[-1]))
+    plain = pipeline.BlockPipeline.of.__func__
+    monkeypatch.setattr(
+        pipeline.BlockPipeline, "of", classmethod(lambda *a, **o: made.append(plain(*a, **o)) or made[-1])
+    )
     kernel_runs.on("H100", monkeypatch)
     assert_near(functools.partial(gradients, "mosaic_gpu", *operands), expected)
     assert made[-1].stages == stages

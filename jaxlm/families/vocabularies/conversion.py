@@ -29,12 +29,12 @@ _NAMED = 16  # control tokens of its own that the probe spells out
 
 
 class Conversion(NamedTuple):
-    """A tokenizer that was made of another file.
+    """A tokenizer converted from a file of another format.
 
     Attributes:
-      backend: what was made.
-      ids: the token ids that the original format gives a text without control tokens, computed apart from the backend;
-        None for a text that it cannot say them of.
+      backend: the tokenizer in the format of the `tokenizers` library.
+      ids: the token ids that the original format gives a text without control tokens, computed without the backend;
+        None for a text whose ids the original format leaves open.
       restored: the text that decoding is to give back, which the format may have normalized.
       begin: the special token that its publisher puts before every text, or None.
       unknown: the id of what has no token, or None.

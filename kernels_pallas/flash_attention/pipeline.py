@@ -63,14 +63,14 @@ class BlockOrder(NamedTuple):
         return lax.fori_loop(jnp.maximum(begin, self.whole), self.steps, lambda j, carry: step(j, carry, True), carry)
 
 
-class RingBlocks(NamedTuple):
-    """Sizes of a ring: blocks of `rows` rows, `stages` of them in shared memory."""
+class PipelineBlocks(NamedTuple):
+    """Sizes of a pipeline: blocks of `rows` rows, `stages` of them in shared memory."""
 
     rows: int
     stages: int
 
 
-class Ring(NamedTuple):
+class BlockPipeline(NamedTuple):
     """A ring of blocks of several arrays, `stages` of each in shared memory at a time.
 
     A slot is ready once the producer has filled it, and free once all consumers have released it.
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
       together: whether one barrier serves all blocks of a step; otherwise each has its own.
     """
 
-    blocks: RingBlocks
+    blocks: PipelineBlocks
     buffers: Mapping[str, SharedBuffer]
     together: bool
 
@@ -94,12 +94,12 @@ class Ring(NamedTuple):
         buffers: Callable[[int], Mapping[str, SharedBuffer]],
         own: Mapping[str, SharedBuffer],
         together: bool = False,
-    ) -> "Ring":
-        """Return the ring of a kernel that also has arrays of its `own` in shared memory.
+    ) -> "BlockPipeline":
+        """Return the pipeline of a kernel that also has arrays of its `own` in shared memory.
 
         It has the tuned blocks, or else blocks of `rows` rows (0 for no choice) and the stages that fit in memory.
         """
-        default = RingBlocks(rows, min(_MOST_STAGES, stages_that_fit(own, buffers(rows))))
+        default = PipelineBlocks(rows, min(_MOST_STAGES, stages_that_fit(own, buffers(rows))))
         _, T, S, _, _, H, V = operands.sizes
         kernel = f"flash_attention_{kernel}"
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
@@ -143,10 +143,10 @@ class Ring(NamedTuple):
         ref: References,
         steps: Any,
         sources: Callable[[jax.Array], Mapping[str, Any]],
-        others: Sequence["Ring"] = (),
+        others: Sequence["BlockPipeline"] = (),
         trailing: Callable[[jax.Array, Callable[[], None]], None] | None = None,
     ) -> None:
-        """Run the producer's loop: load `sources(step)` of each buffer, of this ring and of `others`, for all steps.
+        """Run the producer's loop: load `sources(step)` of each buffer, of this pipeline and `others`, for all steps.
 
         Args:
           trailing: trailing(step, load_next) is called once the slots hold the steps after `step`, and has to call
@@ -155,16 +155,16 @@ class Ring(NamedTuple):
 
         def load(step: jax.Array) -> None:
             coming = sources(step)
-            for ring in (self, *others):
-                slot = lax.rem(step, ring.stages)
-                for group, members in ring._groups.items():
+            for pipeline in (self, *others):
+                slot = lax.rem(step, pipeline.stages)
+                for group, members in pipeline._groups.items():
                     free = ref[f"{group}_free"].at[slot]
-                    pl.when(step >= ring.stages)(lambda free=free: warpgroup.wait(free))
+                    pl.when(step >= pipeline.stages)(lambda free=free: warpgroup.wait(free))
                     for name in members:
                         warpgroup.tma_load(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
-        # A slot of another ring is released in a step that starts once the trailing work of three steps before is done.
-        ahead = 1 + min([self.stages, *(ring.stages + 2 for ring in others if ring.buffers)])
+        # A slot of another pipeline is released in a step that starts when the trailing work three steps before ends.
+        ahead = 1 + min([self.stages, *(pipeline.stages + 2 for pipeline in others if pipeline.buffers)])
 
         def load_and_trail(step: jax.Array) -> None:
             load_next = functools.partial(pl.when(step < steps), lambda: load(step))
@@ -203,7 +203,7 @@ class KeyBlocks(NamedTuple):
     operands: Operands
 
     def buffers(self, keys: int) -> dict[str, SharedBuffer]:
-        """Return the buffers of a ring."""
+        """Return the buffers of a pipeline."""
         H, V = self.operands.sizes[5:]
         dtype, bias = self.operands.query.dtype, self.operands.bias
         buffers = {"key": SharedBuffer((keys, H), dtype, tiled=True)}
@@ -234,21 +234,28 @@ class KeyBlocks(NamedTuple):
             sources["bias"] = of_bias(ref, b, n).at[pl.ds(i * QUERIES, QUERIES) if self.biased else 0, at]
         return sources | {"value": ref["value"].at[b, at, k]}
 
-    def bias(self, warpgroup: Warpgroup, ref: References, ring: Ring, step: jax.Array, steps: Any) -> jax.Array | None:
-        """Return the bias of this warpgroup's scores [ROWS, keys], from a slot of the ring that is then released."""
+    def bias(
+        self,
+        warpgroup: Warpgroup,
+        ref: References,
+        pipeline: BlockPipeline,
+        step: jax.Array,
+        steps: Any,
+    ) -> jax.Array | None:
+        """Return the bias of this warpgroup's scores [ROWS, keys], from a slot of the pipeline, then released."""
         if self.operands.bias is None:
             return None
-        (slot,) = ring.consumer_wait(warpgroup, ref, step, "bias")
+        (slot,) = pipeline.consumer_wait(warpgroup, ref, step, "bias")
         if self.biased:
             bias = warpgroup.load_tile(slot.at[pl.ds(warpgroup.index() * ROWS, ROWS)])
         else:
             bias = warpgroup.broadcast_by_column(warpgroup.load_by_column(slot), ROWS)
-        ring.consumer_release(warpgroup, ref, step, steps, "bias", loaded=True)
+        pipeline.consumer_release(warpgroup, ref, step, steps, "bias", loaded=True)
         return bias
 
 
 def stages_that_fit(own: Mapping[str, SharedBuffer], buffers: Mapping[str, SharedBuffer]) -> int:
-    """Return the stages that a ring of these buffers may have in the shared memory that `own` leaves."""
+    """Return the stages that a pipeline of these buffers may have in the shared memory that `own` leaves."""
     held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, buffers))
     return (SHARED_MEMORY - held) // taken
 

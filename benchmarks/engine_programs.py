@@ -74,7 +74,7 @@ def read(case: DecodingCase) -> dict[str, Any]:
     began = time.perf_counter()
     compiled = programs.step(StepShape(case.sequences, 0, TILE), cache).compile()
     seconds = time.perf_counter() - began
-    found = argument_reads(hlo.parse(compiled.as_text()), trips=pages)
+    found = argument_reads(hlo.parse(compiled.as_text(), trips=pages))
     weights = [each for each in found if each.name.startswith("parameters")]
     stored = [each for each in found if each.name.startswith("pages")]
     matrices = [each for each in weights if each.bytes > 1 << 20]

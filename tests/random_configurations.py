@@ -1,7 +1,7 @@
 """Random configurations of models and steps, drawn over every option that counting depends on."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import model_fixtures
@@ -162,4 +162,9 @@ def step(draw: random.Random, scale: Scale = SMALL, kind: Kind | None = None, la
     kind = kind or draw.choice(["train", "train", "train", "prefill", "decode"])
     if kind != "train":
         changes |= {"microbatches": 1, "dropout": False, "average": False}
-    return workload(kind, drawn, scale.batch, draw.choice(scale.sequences), **changes)
+    work = workload(kind, drawn, scale.batch, draw.choice(scale.sequences), **changes)
+    if kind == "train" or scale is LARGE:
+        return work
+    longer = replace(work, batch=draw.choice([1, 3, scale.batch]), sequence=draw.choice([16, 32, 90]))
+    context = drawn.model_copy(update={"context_length": 128})
+    return replace(longer, model=context, page=32, chunk_tokens=draw.choice([32, 64, 512]))

@@ -346,7 +346,7 @@ class LoadedModel:
     @cached_property
     def _restored(self) -> "tuple[int, Tree]":
         """The step and its parameters, rounded on their way: they never lie on the devices in float32 too."""
-        from jaxlm.parallel.rules import RULES
+        from jaxlm.parallel.rules import FORWARD, RULES
         from jaxlm.runs.source import WeightsRequest
 
         mesh = self.mesh
@@ -354,7 +354,7 @@ class LoadedModel:
             dtype = None
         else:
             dtype = "float32" if self._workload == "train" else self.dtype
-        rules = RULES[self._workload]
+        rules = FORWARD if self._workload == "prefill" else RULES[self._workload]
         request = WeightsRequest(self.config, mesh, rules, dtype, self._checkpoint, self._average, self._say)
         return self.source.weights.restore(request)
 
@@ -367,12 +367,12 @@ class LoadedModel:
         from jaxlm.models.positions import packed_causal_mask
         from jaxlm.models.tree import abstract
         from jaxlm.parallel.partition import using_rules
-        from jaxlm.parallel.rules import PREFILL
+        from jaxlm.parallel.rules import FORWARD
 
         graph, _ = abstract(self.config)
 
         @jax.jit
-        @using_rules(PREFILL)
+        @using_rules(FORWARD)
         @using_kernels(self.experiment.execution.kernels)
         def logits(parameters: "Tree", tokens_BT: jax.Array) -> jax.Array:
             module = nnx.merge(graph, parameters)

@@ -119,6 +119,14 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
         print(f"named: execution.remat={shlex.quote(named[0])}")
 
 
+def _engine(engine: dict[str, Any]) -> str:
+    """Describe the steps that an engine runs for a workload, on each shard of its sequences."""
+    steps = (f"{of['times']:,} step{'s' * (of['times'] > 1)} of {of['rows']:,} rows" for of in engine["steps"])
+    return (
+        f"{', '.join(steps)}; {engine['sequences_per_shard']:,} sequences a shard in pages of {engine['page']} tokens"
+    )
+
+
 def _show(plan: "Plan") -> None:
     work, time, memory = plan.work, plan.time, plan.memory
     row = _row(plan)
@@ -127,6 +135,8 @@ def _show(plan: "Plan") -> None:
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
     table.add("mesh", f"{work.layout}{trained}")
+    if work.kind != "train":
+        table.add("engine", _engine(row["engine"]))
     counts = row["parameters"]
     trained = counts.get("trainable", counts["total"])
     table.add("parameters", f"{counts['total']:,}" + (f", of which {trained:,} train" * (trained < counts["total"])))

@@ -6,9 +6,10 @@ from typing import Any
 
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.counted.cache import kv_bytes_per_token
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, flops
-from jaxlm.costs.counted.memory import Memory, kv_bytes_per_token, memory
+from jaxlm.costs.counted.memory import Memory, memory
 from jaxlm.costs.counted.operations import Operation
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
@@ -147,12 +148,15 @@ class Plan:
             case "train":
                 return {"steps": self.work.steps, "run_s": self.run_s, "usd_per_run": self.usd_per_run}
             case "prefill":
-                return {
-                    "time_to_first_token_s": self.time.expected,
-                    "kv_bytes_per_token": kv_bytes_per_token(self.work),
-                }
+                return {"time_to_first_token_s": self.time.expected, **self._of_the_engine()}
             case _:
-                return {"time_per_token_s": self.time.expected, "kv_bytes_per_token": kv_bytes_per_token(self.work)}
+                return {"time_per_token_s": self.time.expected, **self._of_the_engine()}
+
+    def _of_the_engine(self) -> dict[str, Any]:
+        steps = [step.step for step in self.work.steps_of_engine()]
+        shapes = [{"rows": of.shape.rows, "draws": of.shape.decode, "times": of.times} for of in steps]
+        engine = {"sequences_per_shard": self.work.slots, "page": self.work.page, "steps": shapes}
+        return {"kv_bytes_per_token": kv_bytes_per_token(self.work), "engine": engine}
 
 
 def plan(work: Workload, target: Target) -> Plan:
@@ -195,7 +199,7 @@ def step_time(work: Workload, target: Target) -> StepTime:
             products += op.times * _in_tiles(op.product, chip) / rate
     network = Network(target, work.layout)
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
-    start = chip.dispatch_s or 0.0
+    start = work.dispatches * (chip.dispatch_s or 0.0)
     lower, upper = max(together, sent), products + apart + sent + start
     return StepTime(compute, least, sent, lower, upper, max(0.0, products - at_peak))
 

@@ -12,8 +12,12 @@ from typing import Any, Literal
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.costs.counted import parameters
+from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
 from jaxlm.costs.hardware.chips import Chip
+from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.step_shapes import FEWEST, StepShape, StepShapes
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.doors.cost import WholeTexts
 from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.tree import Dimensions
@@ -21,6 +25,7 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig
 from jaxlm.training.groups import frozen
+from kernels_pallas.paged_attention.costs import PagedRuns
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -41,22 +46,25 @@ def memoized(method: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a kind, over the whole job.
+    """One step of training, or the steps of an engine, over the whole job.
 
-    `train` is an optimizer step over `batch` rows of `sequence` tokens; `prefill` reads `batch` prompts of `sequence`
-    tokens and gives the logits behind each; `decode` reads one token more of each of `batch` sequences that hold
-    `sequence` tokens. `execution.dtype` is that of forward and backward pass, and of the cache; in training,
-    parameters, accumulated gradients and optimizer state are float32, but for parameters that `lora` adapts or leaves
-    as they are: these are in that dtype.
+    `train` is an optimizer step over `batch` rows of `sequence` tokens. `prefill` are the engine's steps that read
+    `batch` prompts of `sequence` tokens, chunk by chunk, and give the logits behind each. `decode` is its step that
+    reads the last token of each of `batch` sequences of `sequence` tokens. `execution.dtype` is that of forward and
+    backward pass; in training, parameters, accumulated gradients and optimizer state are float32, but for parameters
+    that `lora` adapts or leaves as they are: these are in that dtype.
 
     Attributes:
-      batch: sequences of a step, over the whole job.
-      sequence: tokens of each sequence; in decoding, that its cache holds.
+      batch: sequences, over the whole job.
+      sequence: tokens of each sequence.
       platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
         (`kernels_pallas.flash_attention.causal_chunks`).
       optimizer, lora, microbatches, steps, dropout, average: in training alone. `microbatches`: the parts of a batch
         that follow one another. `steps`: of the run. `dropout`: numbers are dropped. `average`: an average of the
         parameters is kept with them.
+      page, chunk_tokens, step, is_padded: in inference alone. `page`: tokens of a page. `chunk_tokens`: the most rows
+        of prompts in a step, on each shard. `step`: the steps of one shape that are looked at; the largest where None.
+        `is_padded`: with the rows and keys that the engine computes besides those that are asked for.
     """
 
     kind: Kind
@@ -73,6 +81,10 @@ class Workload:
     steps: int = 1
     dropout: bool = False
     average: bool = False
+    page: int = EngineSettings.page
+    chunk_tokens: int = EngineSettings.chunk_tokens
+    step: EngineSteps | None = None
+    is_padded: bool = True
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":
@@ -81,7 +93,7 @@ class Workload:
         batch, sequence = config.sizes(experiment, kind)
         work = cls(kind, experiment.model, batch, sequence, experiment.execution, layout)
         if kind != "train":
-            return work
+            return replace(work, page=experiment.inference.page, chunk_tokens=experiment.inference.chunk_tokens)
         training = experiment.training
         work = replace(
             work,
@@ -194,8 +206,12 @@ class Workload:
         return replace(self.without_kernels(), platform="cpu")
 
     def without_kernels(self) -> "Workload":
-        """The same of plain JAX, with all of attention's scores: each product as the model has it."""
+        """The same of plain JAX, with all of attention's scores."""
         return replace(self.with_execution(kernels="xla"), platform="gpu")
+
+    def as_asked(self) -> "Workload":
+        """The same of plain JAX, without the padding of an engine: each product as the model has it."""
+        return replace(self.without_kernels(), is_padded=False)
 
     @property
     def tokens(self) -> int:
@@ -207,16 +223,85 @@ class Workload:
         """Tokens of each sequence that a step reads."""
         return 1 if self.kind == "decode" else self.sequence
 
+    @property
+    def slots(self) -> int:
+        """The sequences of each shard of an engine."""
+        return -(-self.batch // self.batch_shards)
+
+    @property
+    def page_dtype(self) -> str:
+        """The dtype of the pages of an engine: on a CPU it would be widened in each step."""
+        return "float32" if self.platform == "cpu" else self.dtype
+
+    @property
+    def shapes(self) -> StepShapes:
+        """The shapes of the engine's steps."""
+        return StepShapes(self.slots, self.chunk_tokens, FEWEST)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows in which layers read earlier tokens."""
+        return parameters.windows(self.model)
+
+    @memoized
+    def steps_of_engine(self) -> tuple["Workload", ...]:
+        """Return the workload of inference once for each shape of the engine's steps, which is its `step`."""
+        if self.step:
+            return (self,)
+        if not self.is_padded:
+            texts = WholeTexts(self.slots, self.queries, self.sequence)
+            return (replace(self, step=EngineSteps(StepShape(0, 0, 0), 1, (texts,))),)
+        steps = decode_steps if self.kind == "decode" else prefill_steps
+        return tuple(replace(self, step=step) for step in steps(self.shapes, self.sequence, self.page, self.windows))
+
+    def largest_step(self) -> "Workload":
+        """Return the workload of inference whose `step` is one of the engine's alone: the last of those with the most
+        rows."""
+        return replace(self, step=largest_step(self.kind, self.shapes, self.sequence, self.page, self.windows))
+
+    @property
+    def passes(self) -> int:
+        """Forward passes that follow one another: microbatches, or the steps of an engine that have this shape."""
+        return self.microbatches if self.step is None else self.step.times
+
+    @property
+    def dispatches(self) -> int:
+        """The programs that are started one after the other: a step of training, or the engine's steps."""
+        if self.kind == "train" or self.step:
+            return 1 if self.step is None else self.step.times
+        return sum(each.step.times for each in self.steps_of_engine())
+
     @memoized
     def rows(self) -> int:
-        """Return the sequences on one device at once: its part of a microbatch, or all where the mesh does not divide
-        them."""
-        return self.batch // self.microbatches // self.row_shards()
+        """Return the rows on one device at once: its sequences of a microbatch, or all where the mesh does not divide
+        them; in inference those of a step of the engine, or of the tokens alone that are asked for."""
+        if self.kind == "train":
+            return self.batch // self.microbatches // self.row_shards()
+        return self._engine_step.shape.rows if self.is_padded else self.slots * self.queries
+
+    @memoized
+    def draws(self) -> int:
+        """Return the rows on one device after which a step of the engine draws tokens; none in training."""
+        if self.kind == "train":
+            return 0
+        return self._engine_step.shape.decode if self.is_padded else self.slots
+
+    @property
+    def runs(self) -> tuple[PagedRuns | WholeTexts, ...]:
+        """The runs of an engine's rows that read pages, or whole texts."""
+        return self._engine_step.runs
+
+    @property
+    def _engine_step(self) -> EngineSteps:
+        """The steps of the engine that are looked at: the largest where nobody says which."""
+        return self.step or self.largest_step().step
 
     @memoized
     def row_shards(self) -> int:
-        """Return the shards of a microbatch; 1 where the mesh does not divide its rows."""
+        """Return the shards of a microbatch; 1 where the mesh does not divide its rows. An engine pads them."""
         shards = self.batch_shards
+        if self.kind != "train":
+            return shards
         return 1 if self.batch // self.microbatches % shards else shards
 
     def placed(self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None) -> Placement:
@@ -243,24 +328,30 @@ class Workload:
         """Return the shape of an array with these logical axes on one device while a layer computes, where this one is
         of a single row: what shards parameters alone is gathered. Key/value heads are those of `placed`."""
         local = _shape(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
-        return self._with_rows(axes, local, self.rows())
+        return self._with_rows(axes, local, {"batch": self.rows, "draws": self.draws})
 
     def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape with a row for each shard of the batch, or with one where the mesh does not divide them:
         answers then do not depend on the number of rows."""
-        return self._with_rows(axes, tuple(shape), self.row_shards())
+        return self._with_rows(axes, tuple(shape), dict.fromkeys(ROWS, self.row_shards))
 
-    def _with_rows(self, axes: Sequence[str | None], shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-        """Return a shape with so many rows of the batch."""
-        if "batch" not in axes:
+    def _with_rows(
+        self, axes: Sequence[str | None], shape: tuple[int, ...], rows: dict[str, Callable[[], int]]
+    ) -> tuple[int, ...]:
+        """Return a shape with so many rows of the batch, or draws of them."""
+        found = next((axis for axis in ROWS if axis in axes), None)
+        if found is None:
             return shape
-        at = axes.index("batch")
-        return (*shape[:at], rows, *shape[at + 1 :])
+        at = axes.index(found)
+        return (*shape[:at], rows[found](), *shape[at + 1 :])
 
     @memoized
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return self.rules.stored(axes, shape, self.layout)
+
+
+ROWS = ("batch", "draws")  # logical axes of rows
 
 
 # Answers depend on rules, layout and sizes alone: plans of a search and of many batches ask the same.

@@ -51,8 +51,7 @@ def cache_size(
     each = [layout.page_bytes(group, dtype, mesh, rules) for group in range(len(layout.groups))]
 
     def pages(tokens: int) -> list[int]:
-        most = -(-tokens // layout.size)
-        return [most if window is None else min(most, -(-window // layout.size) + 2) for window in layout.groups]
+        return [most_pages(tokens, window, layout.size) for window in layout.groups]
 
     def needs(tokens: int) -> int:
         """Return the bytes of one sequence, and of the page for padding."""
@@ -73,6 +72,13 @@ def cache_size(
     most = pages(context)
     share = min(1.0, (room - _bytes([1] * len(each), each)) / (slots * _bytes(most, each)))
     return CacheSize(context, tuple(max(n, math.floor(n * slots * share)) + 1 for n in most))
+
+
+def most_pages(tokens: int, window: int | None, size: int) -> int:
+    """Return the most pages of a group that a sequence of so many tokens holds at a time, in pages of this size: with a
+    window those that a token of it reads, and one more."""
+    pages = -(-tokens // size)
+    return pages if window is None else min(pages, -(-window // size) + 2)
 
 
 def _bytes(pages: Sequence[int], each: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, draw, rag
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import row_sampling
 from jaxlm.inference.settings import EngineSettings
-from jaxlm.inference.step_shapes import TILE, StepShape, StepShapes
+from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
@@ -33,6 +33,7 @@ from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.collectives import on_each_shard
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding, replicated, using_rules
+from jaxlm.parallel.program import MeshProgram
 from jaxlm.parallel.rules import ENGINE
 
 GREEDY = Sampling(temperature=0.0)
@@ -95,9 +96,9 @@ class EnginePrograms:
     @property
     def shapes(self) -> StepShapes:
         """The shapes, on each shard, that there are programs for."""
-        # One row goes to another kernel than several, before which a matrix of bfloat16 is widened.
-        fewest = 1 if self.is_on_cpu and not self.exact and self.dtype == jnp.float32 else 2
-        return StepShapes(self.slots, self.chunk_tokens, fewest)
+        # Before the kernel of one row a matrix of bfloat16 is widened.
+        takes_one = self.is_on_cpu and not self.exact and self.dtype == jnp.float32
+        return StepShapes(self.slots, self.chunk_tokens, 1 if takes_one else FEWEST)
 
     @cached_property
     def weights(self) -> WeightLayout:
@@ -151,7 +152,7 @@ class EnginePrograms:
         )
         return jax.tree.map(lambda x: np.concatenate([x] * self.shards), shard)
 
-    def step(self, shape: StepShape, cache: CacheSize) -> jax.stages.Lowered:
+    def step(self, shape: StepShape, cache: CacheSize) -> MeshProgram:
         """Return the step of a shape on each shard, which gives up the pages.
 
         Shards exchange nothing, but the scores, which all devices get.
@@ -169,20 +170,20 @@ class EnginePrograms:
         pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
         batch = self._on_all(self.empty_batch(shape, cache))
         operands = self.abstract_parameters(), pages, self._state.last_S, batch, self._known
-        return self._lowered(on_shards, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
+        return self._program(on_shards, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
 
-    def draw(self, draws: int) -> jax.stages.Lowered:
+    def draw(self, draws: int) -> MeshProgram:
         """Return the draw of so many tokens on each shard, which gives up the state. All devices get the tokens."""
         drawing = on_each_shard(draw, "batch", (True, True, True, True, False))
         ids = self._on_all(jax.ShapeDtypeStruct((self.shards * draws,), jnp.int32))
         operands = self._state, self._logits(draws), ids, ids, self._known
-        return self._lowered(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
+        return self._program(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
 
-    def gather(self, draws: int) -> jax.stages.Lowered:
+    def gather(self, draws: int) -> MeshProgram:
         """Return the program by which all devices get `StepResults.hidden_QD` of so many draws on each shard."""
         shape = self.shards * draws, self.model.d_model
         hidden = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.by_shards)
-        return self._lowered(lambda hidden_QD: hidden_QD, (hidden,), out_shardings=self._whole)
+        return self._program(lambda hidden_QD: hidden_QD, (hidden,), out_shardings=self._whole)
 
     def abstract_parameters(self) -> Tree:
         """Return the shapes and shardings of the parameters as they are kept."""
@@ -212,11 +213,10 @@ class EnginePrograms:
         """Return the pages of each group on all shards."""
         return [self.shards * count for count in cache.counts]
 
-    def _lowered(self, function: Callable, operands: tuple, **options: Any) -> jax.stages.Lowered:
+    def _program(self, function: Callable, operands: tuple, **options: Any) -> MeshProgram:
         ruled = using_rules(ENGINE)(using_kernels(self.kernels)(function))
         exact = _EXACT_ON_CPU if self.is_on_cpu and self.exact else None
-        with jax.set_mesh(self.mesh):
-            return jax.jit(ruled, compiler_options=exact, **options).lower(*operands)
+        return MeshProgram(jax.jit(ruled, compiler_options=exact, **options), operands, self.mesh)
 
 
 def _shards(mesh: Mesh) -> int:

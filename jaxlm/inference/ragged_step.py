@@ -10,6 +10,7 @@ import numpy as np
 from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
 from jaxlm.inference.sampling import Drawn, RowSampling, count_drawn, sample
 from jaxlm.inference.step_shapes import StepShape
+from jaxlm.models.doors import select
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.collectives import on_any_shard
 from kernels_pallas.flash_attention import KeyRange
@@ -96,7 +97,7 @@ def ragged_step(
         cache=cache,
         length_BT=batch.length_R[:, None],
     )
-    last_Q1D = hidden_R1D[batch.row_Q]
+    last_Q1D = select(hidden_R1D, batch.row_Q)
     logits_QV = module.logits(last_Q1D)[:, 0]
     nothing = [jnp.zeros(0), jnp.zeros(0, jnp.int32), jnp.zeros(0)]
     scores = _scores(module, hidden_R1D[shape.decode :], batch.target_R, known_V, shape) if shape.scores else nothing

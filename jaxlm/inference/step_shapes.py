@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TILE = 32  # rows of a prompt that read their keys together
+FEWEST = 2  # sequences of the smallest program: one row goes to another kernel than several
 _FEW = 8  # sequences that decode in a smaller program than that of all
 
 

@@ -26,13 +26,13 @@ class ArgumentRead(NamedTuple):
     copied: int
 
 
-def argument_reads(program: HloProgram, trips: int | None = None) -> list[ArgumentRead]:
-    """Return the arguments in order. `trips`: of loops that depend on data (`loops.times`).
+def argument_reads(program: HloProgram) -> list[ArgumentRead]:
+    """Return the arguments in order.
 
     An array that is updated in place stays the argument. What lies in faster memory is read there for nothing.
     """
     found = []
-    runs = loops.times(program, trips)
+    runs = loops.times(program)
     for parameter in program.entry.parameters:
         reader = _ArgumentReader(program, runs)
         reader.follow(program.entry, parameter.name, ())

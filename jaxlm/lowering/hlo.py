@@ -6,6 +6,7 @@ A program has computations, their instructions in execution order, and the sourc
 import functools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,11 +118,24 @@ class HloComputation:
 
 @dataclass(eq=False)
 class HloProgram:
-    """A compiled program, the same for all devices of a mesh."""
+    """A compiled program, the same for all devices of a mesh.
+
+    Attributes:
+      frames: file, line, and number of the frame that called it.
+      trips: of loops whose trips depend on data: of all of them, or of those in a scope, by its last name.
+    """
 
     computations: dict[str, HloComputation]
     entry: HloComputation
-    frames: dict[int, tuple[str, int, int]]  # file, line, number of the frame that called it
+    frames: dict[int, tuple[str, int, int]]
+    trips: int | Mapping[str, int] | None = None
+
+    def stated_trips(self, loop: HloInstruction) -> int | None:
+        """Return the trips that `trips` gives a loop; None if it gives none."""
+        if not isinstance(self.trips, Mapping):
+            return self.trips
+        parts = loop.op_name.split("/")
+        return next((trips for name, trips in self.trips.items() if name in parts), None)
 
     def source(self, instruction: HloInstruction) -> str:
         """Return the innermost source line outside JAX and its libraries, such as "file.py:12"."""
@@ -166,8 +180,8 @@ def _bare(part: str) -> str:
     return part[: len(part) - closed].rpartition("<locals>.")[2]
 
 
-def parse(text: str) -> HloProgram:
-    """Parse the text of `jax.stages.Compiled.as_text()`."""
+def parse(text: str, trips: int | Mapping[str, int] | None = None) -> HloProgram:
+    """Parse the text of `jax.stages.Compiled.as_text()`, whose loops over data have these `trips` (`HloProgram`)."""
     computations: dict[str, HloComputation] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = computation = table = None
@@ -189,7 +203,7 @@ def parse(text: str) -> HloProgram:
             table[int(found[1])] = found[2]
     if entry is None:
         raise ValueError("the text holds no program")
-    return HloProgram(computations, entry, _frames(tables))
+    return HloProgram(computations, entry, _frames(tables), trips)
 
 
 def _instruction(name: str, text: str) -> HloInstruction:

@@ -28,16 +28,17 @@ Element = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1)  # all that a report reads of a program asks for it
-def times(program: HloProgram, trips: int | None = None) -> dict[str, int]:
+def times(program: HloProgram) -> dict[str, int]:
     """Return the number of runs of each computation by name, those inside fusions and reductions included.
 
-    A loop whose trip count cannot be read, perhaps because it depends on data, runs `trips` times; without that, once.
+    A loop whose trip count cannot be read, perhaps because it depends on data, runs as often as `program.trips` says;
+    without that, once.
 
-    Raises InputError, which names the loop, if `trips` is None and such a loop has matrix products, kernels or
-    collectives: they are not counted by a guess.
+    Raises InputError, which names the loop, if such a loop has matrix products, kernels or collectives and no trips are
+    stated: they are not counted by a guess.
     """
     found = dict.fromkeys(program.computations, 0)
-    for name, runs in _runs(_CallSite(program, program.entry), 1, trips):
+    for name, runs in _runs(_CallSite(program, program.entry), 1):
         found[name] += runs
     return found
 
@@ -200,25 +201,27 @@ def _trips(direction: str, distance: int, step: int) -> int | None:
     return -(distance // step) if step > 0 else None
 
 
-def _runs(site: _CallSite, runs: int, trips: int | None) -> Iterator[tuple[str, int]]:
+def _runs(site: _CallSite, runs: int) -> Iterator[tuple[str, int]]:
     """Yield the names of a computation that runs so often and of all that it calls, with their numbers of runs."""
     yield site.computation.name, runs
     for instruction in site.computation.instructions.values():
         for name in (name for names in instruction.called.values() for name in names):
             inside, each = site.inside(instruction, name), runs
             if instruction.opcode == "while":
-                each = runs * _trips_of(site, instruction, trips)
+                each = runs * _trips_of(site, instruction)
             elif instruction.opcode == "conditional":
                 each = _branch_runs(inside, runs)
-            yield from _runs(inside, each, trips)
+            yield from _runs(inside, each)
 
 
-def _trips_of(site: _CallSite, instruction: HloInstruction, unread: int | None) -> int:
-    """Return a loop's trip count; where it cannot be read `unread`, or 1 if nothing in the loop is counted."""
+def _trips_of(site: _CallSite, instruction: HloInstruction) -> int:
+    """Return a loop's trip count; where it cannot be read the one that is stated, or 1 if nothing in the loop is
+    counted."""
     trips = _Loop(site, instruction).trips()
-    if trips is not None or unread is not None:
-        return unread if trips is None else trips
-    inside = (run for name in controlled(instruction) for run in _runs(site.inside(instruction, name), 1, None))
+    trips = site.program.stated_trips(instruction) if trips is None else trips
+    if trips is not None:
+        return trips
+    inside = (run for name in controlled(instruction) for run in _runs(site.inside(instruction, name), 1))
     if any(_counted(site.program.computations[name]) for name, _ in inside):
         of = scope(instruction.op_name) or site.program.source(instruction) or "of unknown scope"
         raise InputError(

@@ -25,6 +25,7 @@ from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
+from kernels_pallas.paged_attention.costs import loop_name
 
 
 class CompiledMemory(NamedTuple):
@@ -83,14 +84,19 @@ class Report:
         return self.memory.peak <= self.memory.capacity
 
     @property
+    def work(self) -> Workload:
+        """The workload of the program: in inference that of one of the engine's steps."""
+        return _compiled(self.plan.work)
+
+    @property
     def counted_flops(self) -> int:
         """Counted matrix-product FLOPs on one device, Pallas kernels excluded."""
-        return _product_flops(self.plan.work)
+        return _product_flops(self.work)
 
     @property
     def counted_kernel_flops(self) -> int:
         """Counted FLOPs of Pallas kernels on one device."""
-        return _kernel_flops(self.plan.work)
+        return _kernel_flops(self.work)
 
     def seconds(self, collective: CompiledCollective) -> float | None:
         """Return the counted seconds of all its runs; None if a group spans part of an axis or the kind is unknown."""
@@ -210,10 +216,21 @@ def _counted(plan: Plan) -> dict[str, Any]:
     """Return the counted figures as JSON."""
     counted = plan.row()
     return {
-        "flops_per_device": _product_flops(plan.work),
-        "kernel_flops_per_device": _kernel_flops(plan.work),
+        "flops_per_device": _product_flops(_compiled(plan.work)),
+        "kernel_flops_per_device": _kernel_flops(_compiled(plan.work)),
         **{key: counted[key] for key in ("memory_bytes_per_device", "time_s")},
     }
+
+
+def _compiled(work: Workload) -> Workload:
+    """Return the workload of the program that is compiled for one."""
+    return work if work.kind == "train" else work.largest_step()
+
+
+def _trips(work: Workload) -> dict[str, int]:
+    """Return the trips of the loops over pages in the program of a workload, by their scopes."""
+    runs = () if work.step is None else work.step.runs
+    return {loop_name(each.queries, window): trips for each in runs for window, trips in each.pages}
 
 
 def _product_flops(work: Workload) -> int:
@@ -256,14 +273,14 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             raise InputError(f"the compiler for {target} fails: {message.splitlines()[0]}") from error
         seconds = time.perf_counter() - began
         raise DoesNotFit(
-            counted, quick, seconds, step.argument_bytes, _needed(message), lowered.as_text(), message
+            counted, quick, seconds, step.operand_bytes, _needed(message), lowered.as_text(), message
         ) from None
     seconds = time.perf_counter() - began
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # the compiler is newer than jaxlib, which prints programs
         raise InputError(f"this JAX cannot read the program of the compiler for {target}; {targets.INSTALL}") from error
-    program, declared, chip = hlo.parse(text), _declared(traced, target), target.chip
+    program, declared, chip = hlo.parse(text, _trips(_compiled(counted.work))), _declared(traced, counted), target.chip
     found = launched_kernels.kernels(program, declared)
     return CompiledStep(
         Report(
@@ -298,11 +315,12 @@ def _level(level: str) -> Iterator[None]:
 _PREFIX = {"forward": "", "backward": "backward ", "rematerialised": "again "}
 
 
-def _declared(traced: jax.stages.Traced, target: Target) -> dict[str, float]:
+def _declared(traced: jax.stages.Traced, plan: Plan) -> dict[str, float]:
     """Return the FLOPs that Pallas kernels declare on one device, by their names in the program."""
     found: Counter[str] = Counter()
-    for row in count_jaxpr(traced.jaxpr.jaxpr).of(kind="kernel").rows:
-        found[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / target.devices
+    trips = None if plan.work.kind == "train" else 1  # no kernel is in a loop over pages
+    for row in count_jaxpr(traced.jaxpr.jaxpr, trips).of(kind="kernel").rows:
+        found[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / plan.target.devices
     return found
 
 

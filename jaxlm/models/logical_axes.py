@@ -9,3 +9,5 @@ GATHERED: Axes = ("batch", "sequence", "act_embed")
 HEADS: Axes = ("batch", "sequence", "act_heads", "act_head_dim")
 KV_HEADS: Axes = ("batch", "key_sequence", "act_kv_heads", "act_head_dim")
 HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")
+# The rows of an engine's step after which it draws tokens.
+DRAWS: Axes = ("draws", "residual", "act_embed")

@@ -177,12 +177,10 @@ TRAIN = _rules(
     },
     frozenset({"batch", "residual", "kv_heads"}),
 )
-# As in training, but whatever the mesh does not divide stays whole.
-PREFILL = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
-# Weights stay where they are: a decoding step would gather all of them for one token of each sequence. The axis fsdp
-# shards sequences, as data does.
-DECODE = _rules({**PREFILL.mesh_axes, "embed": ()}, PREFILL.may_stay_whole)
-# As in decoding: each shard of the batch has sequences of its own, with their rows and pages.
-ENGINE = DECODE
+# As in training, but whatever the mesh does not divide stays whole: a forward pass by itself.
+FORWARD = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
+# Weights stay where they are: a step of the engine would gather all of them for a few tokens. The axes of a batch shard
+# its sequences, each with its rows, its pages and its draws.
+ENGINE = _rules({**FORWARD.mesh_axes, "embed": (), "draws": TRAIN.over("batch")}, FORWARD.may_stay_whole | {"draws"})
 
-RULES: Mapping[Kind, Rules] = MappingProxyType({"train": TRAIN, "prefill": PREFILL, "decode": DECODE})
+RULES: Mapping[Kind, Rules] = MappingProxyType({"train": TRAIN, "prefill": ENGINE, "decode": ENGINE})

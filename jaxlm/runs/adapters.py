@@ -75,7 +75,7 @@ def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, s
     """
     from jaxlm.families import family, peft, settings
     from jaxlm.parallel.devices import mesh_here
-    from jaxlm.parallel.rules import DECODE
+    from jaxlm.parallel.rules import ENGINE
 
     if out.exists() or unwritable(out):
         raise InputError(f"{out} is there, or cannot be made; give another folder")
@@ -89,7 +89,7 @@ def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, s
     if not origin.revision and not is_published(Path(name)):
         say(f"{name} is no Hugging Face directory, as PEFT needs one: export it, and put that in {ADAPTER_CONFIG}")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
-    request = WeightsRequest(experiment.model, mesh, DECODE, "float32", checkpoint, average, say)
+    request = WeightsRequest(experiment.model, mesh, ENGINE, "float32", checkpoint, average, say)
     _, adapters = weights.adapters(request)
     base = {"base_model_name_or_path": name} | ({"revision": origin.revision} if origin.revision else {})
     parameters = peft.write(out, experiment.model, of_family, weights.lora, adapters, base)

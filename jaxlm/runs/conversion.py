@@ -40,7 +40,7 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
 
     from jaxlm.models.tree import parameter_count, paths
     from jaxlm.parallel.devices import mesh_here
-    from jaxlm.parallel.rules import PREFILL
+    from jaxlm.parallel.rules import FORWARD
     from jaxlm.training import checkpoints
 
     published, run = PublishedSource(path), Run(out)
@@ -57,7 +57,7 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
         say(f"{code} is code and is not run: the run has no tokenizer")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
     with jax.set_mesh(mesh):
-        parameters = source.load(mesh, PREFILL)  # sharded as in training, but for what these devices do not divide
+        parameters = source.load(mesh, FORWARD)  # sharded as in training, but for what these devices do not divide
         finite = jax.jit(lambda tree: jax.tree.map(_is_finite, tree))(parameters)
     if not_finite := [path for path, good in paths(finite).items() if not good]:
         say(f"not all numbers are finite in {', '.join(not_finite)}")

@@ -11,6 +11,29 @@ _SCORE_FLOPS, _CAP_FLOPS = 5, 3
 _RESCALE_FLOPS = 2  # of each number of the sum so far
 
 
+class PagedRuns(NamedTuple):
+    """Runs of rows, each of one sequence, which a step of an engine reads pages for.
+
+    Attributes:
+      sequences: the runs, padding among them.
+      queries: rows of each.
+      pages: by window (the last tokens that a row reads; None: all) the trips of the loop over their pages.
+    """
+
+    sequences: int
+    queries: int
+    pages: tuple[tuple[int | None, int], ...]
+
+    def trips(self, window: int | None) -> int:
+        """Return the trips of the loop over pages where rows read this window."""
+        return dict(self.pages)[window]
+
+
+def loop_name(queries: int, window: int | None) -> str:
+    """Return the name of the loop over the pages of runs of so many rows, in the scopes of a program."""
+    return f"pages_of_{queries}_rows" + ("" if window is None else f"_in_windows_of_{window}")
+
+
 class PageCost(NamedTuple):
     """The cost of one page of each of Q sequences.
 
@@ -19,12 +42,14 @@ class PageCost(NamedTuple):
       flops: of what lies between the two.
       least_bytes: of the pages, read once.
       most_bytes: where pages are gathered first, and scores, weights and sums go through memory.
+      workspace: bytes of the gathered pages, the scores and weights, and the sums before and after.
     """
 
     products: tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
     flops: int
     least_bytes: int
     most_bytes: int
+    workspace: int
 
 
 def page_cost(
@@ -43,4 +68,5 @@ def page_cost(
         scores * (_SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0)) + _RESCALE_FLOPS * sums,
         pages,
         3 * pages + through_memory,
+        pages + scores * (4 + value.dtype.itemsize) + 2 * 4 * sums,
     )

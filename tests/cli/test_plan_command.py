@@ -72,7 +72,9 @@ def test_inference(capsys, workload):
     sizes = "inference.sequences=8", "inference.length=2048", "inference.prompt=2048"
     arguments = ("--on", "h200-sxm", "--workload", workload, *sizes, "--json")
     row = json.loads(plan(capsys, *arguments))
-    assert row["fits"] and row["memory_bytes_per_device"]["kv_cache"] == 8 * 2048 * 131_072
+    assert row["fits"] and row["memory_bytes_per_device"]["kv_cache"] == (8 * 2048 + 128) * 131_072  # a page of padding
+    steps = {"prefill": [{"rows": 8 + 512, "draws": 8, "times": 32}], "decode": [{"rows": 8, "draws": 8, "times": 1}]}
+    assert row["engine"] == {"sequences_per_shard": 8, "page": 128, "steps": steps[workload]}
     assert ("critical_batch" in row) == (workload == "decode") and row["kv_bytes_per_token"] == 131_072
     assert (
         row[{"prefill": "time_to_first_token_s", "decode": "time_per_token_s"}[workload]] == row["time_s"]["expected"]

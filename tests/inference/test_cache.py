@@ -1,8 +1,10 @@
 """The protocol between mixers and caches, on a mixer and a cache that are made here."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+import forced_steps
 import jax
 import jax.numpy as jnp
 import meshes
@@ -12,13 +14,11 @@ import pytest
 from engine_fixtures import SMALL, check_pages
 from flax import nnx
 
-from jaxlm.inference import steps
-from jaxlm.inference.cache import allocate, empty_cache
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.models import attention, tree
-from jaxlm.models.cache import CacheEntry, NoCache, Slot
+from jaxlm.models.cache import NoCache, Slot
 from jaxlm.models.config import GroupedQueryAttentionConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.scan import ChunkRows, by_token, scan
@@ -126,22 +126,16 @@ def through(layers, cache, x_BTD, start, scan):
     return x_BTD, cache.advance(jnp.full(B, T))
 
 
-@pytest.mark.parametrize("kind, scan", [("dense", True), ("dense", False), ("growing", False)])
-def test_a_mixer_reads_any_cache_as_it_reads_its_own_tokens(kind, scan):
+def test_a_mixer_reads_any_cache_as_it_reads_its_own_tokens():
     layers = stack(lambda rngs: LatentRecurrence(None, rngs), LAYERS, nnx.Rngs(0))
     slots = layers.slots()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, WIDTH)), jnp.float32)
     expected, _ = through(layers, NoCache(), x, 0, scan=True)
-    if kind == "dense":
-        cache = allocate({"layers": CacheEntry(LAYERS, slots)}, 2, 9, jnp.dtype("float32"))
-        shapes = {name: slot.array.shape for name, slot in cache.stored["layers"].items()}
-        assert shapes == {"latent": (LAYERS, 2, 9, LATENT), "state": (LAYERS, 2, LATENT)}
-    else:
-        start = jnp.full((2, LATENT), 0.5)
-        cache = GrowingCache(slots, tuple({"state": start} for _ in range(LAYERS)))
+    start = jnp.full((2, LATENT), 0.5)
+    cache = GrowingCache(slots, tuple({"state": start} for _ in range(LAYERS)))
     read = 0
     for T in (4, 1, 2):  # a prompt, a token, and a chunk
-        y, cache = through(layers, cache, x[:, read : read + T], read, scan)
+        y, cache = through(layers, cache, x[:, read : read + T], read, scan=False)
         np.testing.assert_allclose(y, expected[:, read : read + T], rtol=1e-5, atol=1e-6)
         read += T
     assert np.all(np.asarray(cache.length) == 7)
@@ -162,15 +156,8 @@ def test_a_new_mixer_is_decoded():
     parameters = tree.init(model, 0, meshes.make())
     tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (2, 12), dtype=np.int32)
     expected = [model_fixtures.full_logits(graph, parameters, row) for row in tokens]
-    lengths = np.array([6, 3], np.int32)
-    logits, cache = steps.prefill(
-        graph, parameters, tokens[:, :6], lengths, empty_cache(model, 2, 12, jnp.dtype("float32"))
-    )
-    assert cache.stored["layers"].keys() == {"latent", "state"}
-    for step in range(4):
-        for row in range(2):
-            model_fixtures.assert_same_numbers(logits[row], expected[row][lengths[row] + step - 1], 1e-5)
-        logits, cache = steps.decode_step(graph, parameters, tokens[np.arange(2), lengths + step], cache)
+    same = partial(model_fixtures.assert_same_numbers, relative=1e-5)
+    forced_steps.assert_reads_as_the_full_pass(model, parameters, tokens, [6, 3], expected, same)
 
 
 @pytest.mark.usefixtures("new_mixer")

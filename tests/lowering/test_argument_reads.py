@@ -107,7 +107,8 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_uses_are_found(use):
     lines, read, copied = USES[use]
-    found = hlo.parse(f"""HloModule m
+    found = hlo.parse(
+        f"""HloModule m
 {COMPUTATIONS}
 ENTRY %main (w: f32[8,8], x: f32[8], i: s32[]) -> f32[8] {{
   %w = f32[8,8] parameter(0), metadata={{op_name="weight"}}
@@ -116,8 +117,10 @@ ENTRY %main (w: f32[8,8], x: f32[8], i: s32[]) -> f32[8] {{
   {lines}
   ROOT %done = f32[8] copy(%x)
 }}
-""")
-    weight, *_ = argument_reads(found, trips=3)
+""",
+        trips=3,
+    )
+    weight, *_ = argument_reads(found)
     assert weight == ("weight", MATRIX, read * MATRIX, copied * MATRIX)
 
 
@@ -135,7 +138,7 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
     programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), EngineSettings(slots=4))
     cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
     compiled = programs.step(StepShape(4, 0, TILE), cache).compile()
-    found = argument_reads(hlo.parse(compiled.as_text()), trips=2)
+    found = argument_reads(hlo.parse(compiled.as_text(), trips=2))
     weights = [each for each in found if each.name.startswith("parameters") and each.bytes > 2 * 256]
     assert len(weights) >= 3 * 7
     for each in weights:

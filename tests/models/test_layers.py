@@ -4,6 +4,7 @@ import collections
 from functools import partial
 
 import chex
+import engine_jaxprs
 import jax
 import jax.numpy as jnp
 import meshes
@@ -17,8 +18,6 @@ from workload_fixtures import sections_of, workload
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.inference.cache import empty_cache
-from jaxlm.inference.steps import decode_step
 from jaxlm.models import tree
 from jaxlm.models.cache import OwnTokens
 from jaxlm.models.doors import Dropout
@@ -159,15 +158,14 @@ def equations(jaxpr):
 
 
 def test_layers_that_differ_in_windows_and_angles_train_in_one_loop():
-    """With a cache each runs by itself: rings and full caches differ in length."""
+    """An engine runs each by itself."""
     model = model_fixtures.model(model_fixtures.GEMMA)
     graph, shapes = tree.abstract(model)[0], tree.shapes(tree.abstract(model)[1])
-    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    cache = jax.eval_shape(lambda: empty_cache(model, 1, 16, jnp.float32))
-    train = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, ExecutionConfig()))(shapes, ints((1, 8)))
-    decode = jax.make_jaxpr(partial(decode_step, graph))(shapes, ints((1,)), cache)
-    loops = [[e.params["length"] for e in equations(x.jaxpr) if e.primitive.name == "scan"] for x in (train, decode)]
-    assert loops == [[3], []]
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    train = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, ExecutionConfig()))(shapes, tokens)
+    engine = engine_jaxprs.decoding(model).jaxpr
+    loops = [[e.params["length"] for e in equations(x) if e.primitive.name == "scan"] for x in (train.jaxpr, engine)]
+    assert loops[0] == [3] and model.num_layers not in loops[1]
 
 
 @pytest.mark.parametrize(("scan", "barriers"), [(True, 2), (False, 5)])
@@ -183,13 +181,12 @@ def test_each_layer_is_rematerialised_by_itself(mixed, scan, barriers):
 
 
 def test_inference_copies_no_parameters(mixed):
-    """A layer of a longer stack is read where it lies; a slice of the stack would be a copy in every step."""
-    model, graph, parameters = mixed
-    cache, row = empty_cache(model, 1, 16, jnp.float32), jnp.ones(1, jnp.int32)
-    jaxpr = jax.make_jaxpr(partial(decode_step, graph))(parameters, row, cache)
-    stacks = {x.shape for path, x in tree.paths(parameters).items() if path.startswith("layers/") and x.ndim > 2}
-    used = {eqn.primitive.name for eqn in equations(jaxpr.jaxpr) for x in eqn.invars if x.aval.shape in stacks}
-    assert used <= {"scan", "dynamic_slice", "pjit", "jit"}
+    """Each layer's parameters are arguments of their own; a layer of a stack would be copied from it in every step."""
+    model, _, _ = mixed
+    traced = engine_jaxprs.decoding(model)
+    stacked = {x.shape for path, x in tree.paths(tree.shapes(tree.abstract(model)[1])).items() if "layers/" in path}
+    used = {eqn.primitive.name for eqn in equations(traced.jaxpr) for x in eqn.invars if x.aval.shape in stacked}
+    assert not used & {"dynamic_slice", "slice", "gather"}
 
 
 def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
@@ -216,18 +213,16 @@ def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
 @pytest.mark.parametrize("kind", ["train", "decode"])
 def test_recordings_know_the_window_of_every_layer(mixed, kind):
     model, _, _ = mixed
-    found = recorder.record(model, kind, 16, False)
-    uses = [use for use in found.uses if use.name == "attention"]
+    recording = recorder.record(model, 16, False) if kind == "train" else recorder.record_engine(model, 32)
     windows = collections.Counter()
-    for use in uses:
-        windows[use.options["window"]] += use.times
+    for use in recording.uses:
+        if use.name == ("attention" if kind == "train" else "paged_attention"):
+            windows[use.options["window"]] += use.times
     assert windows == {None: 3 + 2, 3: 3}
-    if kind == "decode":  # rings are as long as their windows
-        assert {use.options["window"]: use.shapes[1][1] for use in uses} == {None: 16, 3: 3}
 
 
 def test_operations_bear_the_paths_of_their_parameters(mixed):
-    found = recorder.record(mixed[0], "train", 16, False)
+    found = recorder.record(mixed[0], 16, False)
     linear = [use for use in found.uses if use.name == "linear"]
     assert {use.scope for use in linear} == {found.parameters[use.operands[1]] for use in linear}
     assert "layers/small/attention/query" in {use.scope for use in linear}

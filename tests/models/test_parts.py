@@ -2,7 +2,7 @@
 
 import functools
 
-import chex
+import forced_steps
 import jax
 import jax.numpy as jnp
 import meshes
@@ -16,8 +16,6 @@ from workload_fixtures import workload
 
 from jaxlm.costs.counted import operations
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.inference import steps
-from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.scoring import Scorer
 from jaxlm.models import tree
@@ -241,19 +239,14 @@ def test_packed_documents_are_as_if_alone(name):
 
 
 @pytest.mark.parametrize("name", sampled(CACHED, ["longrope", "no positions in global layers"]))
-def test_prefill_and_decode_are_the_full_pass(name):
+def test_an_engine_reads_what_the_full_pass_does(name):
     """Prompts of several lengths, and nine more tokens."""
     model, graph, parameters = parts(name)
     tokens, positions = rows(3)
     expected = np.asarray(logits(graph, parameters, tokens, positions))
     lengths = np.array([5, 7, 11], np.int32)  # all beyond an original context of 4
-    prompts = jnp.where(jnp.arange(11)[None] < lengths[:, None], tokens[:, :11], 7)
-    prefill = jax.jit(lambda p, t, n: steps.prefill(graph, p, t, n, empty_cache(model, 3, T, jnp.float32)))
-    decode = jax.jit(chex.assert_max_traces(lambda p, t, c: steps.decode_step(graph, p, t, c), n=1))
-    found, cache = prefill(parameters, prompts, lengths)
-    for at in range(9):
-        model_fixtures.assert_same_numbers(found, expected[np.arange(3), lengths - 1 + at], 1e-5)
-        found, cache = decode(parameters, tokens[np.arange(3), lengths + at], cache)
+    same = functools.partial(model_fixtures.assert_same_numbers, relative=1e-5)
+    forced_steps.assert_reads_as_the_full_pass(model, parameters, np.asarray(tokens)[:, :20], lengths, expected, same)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.recorder import RecordedOp
-from jaxlm.costs.workload import Workload
+from jaxlm.costs.workload import ROWS, Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import DoorCost, Local, LocalArray
 from jaxlm.models.execution_config import Remat
@@ -17,11 +17,11 @@ from jaxlm.parallel.rules import Placement, together
 
 
 class _PlacedArray(NamedTuple):
-    """An array on one device, but for the rows of its batch, which are its dimension `batch`."""
+    """An array on one device, but for its rows: those of the batch, or the draws of them, which are a dimension."""
 
     value: int
     shape: tuple[int, ...]
-    batch: int | None
+    rows: tuple[str, int] | None
     dtype: str | None
     sharded: tuple[bool, ...]
 
@@ -31,12 +31,16 @@ class DeviceStep:
 
     def __init__(self, work: Workload):
         self.work = work
-        self.recording = recorder.record(work.model, work.kind, work.sequence, work.dropout, work.lora)
         self.answers: dict[tuple, Any] = {}
-        forward = work.model, work.kind, work.sequence, work.dropout, work.lora
-        layout, rows = work.representative().layout, work.batch // work.microbatches
+        layout, dtypes = work.representative().layout, (work.dtype, work.page_dtype)
+        if work.kind == "train":
+            forward: tuple[Any, ...] = work.model, work.sequence, work.dropout, work.lora
+            self.recording, self._runs = recorder.record(*forward), ()
+        else:
+            forward = work.model, work.page
+            self.recording, self._runs = recorder.record_engine(*forward), work.runs
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
-        of_rows = rows, work.dtype, work.platform, work.runs_kernels
+        of_rows = work.rows(), work.draws(), self._runs, dtypes, work.platform, work.runs_kernels
         self._costs, self.rerun = _shared(*forward, work.rules, work.frozen, layout, *of_rows)
 
     @cached_property
@@ -80,20 +84,28 @@ class DeviceStep:
         if key not in self._placed:
             self._placed[key] = self._place(use)
         operands, results = map(self._local_arrays, self._placed[key])
-        local = Local(operands, results, use.marker.options, work.platform, work.runs_kernels, work.kind == "train")
+        training, runs = work.kind == "train", self._runs
+        local = Local(operands, results, use.marker.options, work.platform, work.runs_kernels, training, runs)
         self._costs[key] = local, use.marker.door.declare(local)
         return self._costs[key]
 
     def _local_arrays(self, placed: Iterable[_PlacedArray]) -> tuple[LocalArray, ...]:
         """Return arrays on this device, for the rows of a microbatch."""
-        rows, computing, trained = self.work.rows(), self.work.dtype, self.trained
-        return tuple(
-            LocalArray(
-                shape if batch is None else (*shape[:batch], rows, *shape[batch + 1 :]),
-                *(dtype or computing, sharded, value in trained),
-            )
-            for value, shape, batch, dtype, sharded in placed
-        )
+        numbers, trained = {"batch": self.work.rows(), "draws": self.work.draws()}, self.trained
+
+        def local(value: int, shape: tuple[int, ...], rows: Any, dtype: str | None, sharded: Any) -> LocalArray:
+            if rows is not None:
+                axis, at = rows
+                shape = (*shape[:at], numbers[axis], *shape[at + 1 :])
+            return LocalArray(shape, self._dtype(dtype), sharded, value in trained)
+
+        return tuple(local(*each) for each in placed)
+
+    def _dtype(self, recorded: str | None) -> str:
+        """Return the dtype of an array of a recording."""
+        if recorded is None:
+            return self.work.dtype
+        return self.work.page_dtype if recorded == recorder.PAGES else recorded
 
     def _place(self, use: RecordedOp) -> tuple[tuple[_PlacedArray, ...], tuple[_PlacedArray, ...]]:
         """Return the operands and the results of a door, for any number of rows."""
@@ -101,8 +113,8 @@ class DeviceStep:
 
         def place(value: int, axes: Axes, shape: tuple[int, ...], dtype: str | None) -> _PlacedArray:
             sharded = tuple(map(bool, work.placed(axes, shape, heads)))
-            batch = axes.index("batch") if "batch" in axes else None
-            return _PlacedArray(value, work.shape(axes, shape, heads), batch, dtype, sharded)
+            rows = next(((axis, axes.index(axis)) for axis in ROWS if axis in axes), None)
+            return _PlacedArray(value, work.shape(axes, shape, heads), rows, dtype, sharded)
 
         operands = zip(use.operands, use.marker.operands, use.shapes, use.dtypes, strict=True)
         results = zip(use.results, use.marker.results, use.result_shapes, use.result_dtypes, strict=True)
@@ -199,4 +211,4 @@ def replicated_kv_heads(work: Workload) -> list[int]:
 def _trained(
     model: ModelConfig, sequence: int, dropout: bool, lora: LoraConfig | None, frozen: Set[str]
 ) -> frozenset[int]:
-    return recorder.record(model, "train", sequence, dropout, lora).trained(frozen)
+    return recorder.record(model, sequence, dropout, lora).trained(frozen)

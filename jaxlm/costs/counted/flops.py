@@ -30,13 +30,16 @@ class Flops(NamedTuple):
 
 def matmul_tokens(work: Workload) -> dict[str, int]:
     """Return the tokens of a step that each parameter multiplies, by its path."""
-    device = device_step(replace(work, layout=Layout()).representative())
+    whole = replace(work, layout=Layout()).representative()
+    if work.kind != "train":
+        (whole,) = whole.as_asked().steps_of_engine()
+    device = device_step(whole)
     products = ((use, device.cost(use).weight_product) for use in device.recording.uses)
-    # Numbers of a row over those that a token has.
-    rows = {
-        device.recording.parameter(use): math.prod(use.shapes[0]) // each.product.k for use, each in products if each
-    }
-    return {path: work.batch * tokens for path, tokens in rows.items()}
+    products = [(device.recording.parameter(use), use, each.product) for use, each in products if each]
+    if work.kind != "train":
+        return {path: product.m for path, _, product in products}
+    # Numbers of a row over those that a token has: a loss pads its tokens.
+    return {path: work.batch * (math.prod(use.shapes[0]) // product.k) for path, use, product in products}
 
 
 def napkin_flops(work: Workload) -> int:
@@ -51,6 +54,10 @@ def napkin_flops(work: Workload) -> int:
 
 def flops(work: Workload) -> Flops:
     """Return the exact FLOPs of a step over the whole job."""
+    if work.kind != "train":  # shards of an engine compute padding of their own
+        shard = replace(work, batch=work.slots, layout=Layout(), step=None)
+        executed = sum(op.times * op.flops for op in operations.step(shard))
+        return _flops(replace(work, layout=Layout(), step=None))._replace(executed=work.batch_shards * executed)
     return _flops(replace(work, layout=Layout()))
 
 
@@ -61,7 +68,7 @@ def _flops(whole_step: Workload) -> Flops:
     executed = sum(op.times * op.flops for op in ran)
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
     # for scores that a CPU leaves out.
-    asked = ran if whole_step == whole_step.without_kernels() else operations.step(whole_step.without_kernels())
+    asked = ran if whole_step == whole_step.as_asked() else operations.step(whole_step.as_asked())
     once = [op for op in asked if op.phase in ("forward", "backward")]
     model = causal = sum(op.times * op.flops for op in once if op.visible is None)
     for op in once:

@@ -85,7 +85,7 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
             # it at once, and works in place where it can.
             kept_from = i if is_tpu else i - 1
             live = {value for value in there if last.get(value, -1) >= kept_from or value in use.results}
-            bytes_ = _bytes(device, live - set(use.results) if cost.in_place.forward else live)
+            bytes_ = _bytes(device, live - set(use.results) if cost.in_place.forward else live) + cost.workspace.beside
         peaks.append(LayerPeak(bytes_, i))
     return max(peaks)
 

@@ -6,34 +6,26 @@ against each other.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from jaxlm.costs.counted import layer_memory, operations
+from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
-from jaxlm.costs.counted.parameters import copied, slots
+from jaxlm.costs.counted.parameters import copied
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
-from jaxlm.inference.cache import kept_tokens
-from jaxlm.models.cache import Slot
-from jaxlm.parallel.layout import Layout
-
-# Of a TPU's tile of an array's last two dimensions; few rows have a smaller one.
-_LANES, _SUBLANES = 128, 8
 
 
 class Memory(NamedTuple):
     """Bytes on one device at the peak of a step: of each kind, what is there at that moment.
 
     `parameters`: the float32 masters, the copy in the dtype that computes, which is the only one of what is not trained
-    beside adapters, and matrices gathered over `fsdp`; in inference that copy with its gathered matrices alone.
+    beside adapters, and matrices gathered over `fsdp`; in inference that copy alone.
     `gradients`: those of the layers in that dtype and whole ones that wait to be added over `fsdp`, and the float32
     sums of microbatches. `optimizer`: its state, and the average of the parameters where there is one. `activations`:
     what layers keep for the backward pass, and the work of one layer. `logits`: float32 with their gradient, or the
-    gradient alone. `kv_cache`: keys and values, and the copies of them on which a TPU works.
+    gradient alone; in inference with the normalised residual that they are of. `kv_cache`: the pages of the engine.
     """
 
     parameters: int
@@ -52,57 +44,11 @@ class Memory(NamedTuple):
 def memory(work: Workload) -> Memory:
     """Return the peak memory of a step on one device of the mesh. But for a TPU, XLA is assumed to compile as for a
     GPU."""
-    phases = _training(device_step(work)) if work.kind == "train" else _inference(device_step(work))
+    if work.kind == "train":
+        phases = list(_training(device_step(work)))
+    else:
+        phases = [_inference(device_step(step)) for step in work.steps_of_engine()]
     return max(phases, key=lambda phase: phase.total)
-
-
-def kv_cache(work: Workload) -> int:
-    """Bytes that one device holds of what layers keep of earlier tokens."""
-    entries = slots(work.model, work.kind, work.layout)
-
-    def numbers(slot: Slot) -> int:
-        return math.prod(work.shape(("batch", *slot.axes), (1, *slot.shape)))
-
-    return sum(
-        layers * kept_tokens(slot, work.sequence) * numbers(slot) * _itemsize(work, slot)
-        for layers, each in entries.values()
-        for slot in each.values()
-    )
-
-
-def _tiled_copies(work: Workload) -> int:
-    """Bytes of the copies of the cache that XLA for a TPU works on, since its arguments and results lie otherwise:
-    those of entries that do not fill a tile's lanes, and when decoding those of several heads on a device, with the
-    heads as the rows of its tiles."""
-    if work.platform != "tpu":
-        return 0
-    total = 0
-    for layers, each in slots(work.model, work.kind, work.layout).values():
-        for slot in each.values():
-            sequences, *heads, width = work.shape(("batch", *slot.axes), (1, *slot.shape))
-            rows, lanes = math.prod(heads), _up(width, _LANES)
-            if work.kind == "decode":
-                rows = _up(rows, min(_SUBLANES, 1 << (rows - 1).bit_length()))
-            if lanes == width and (work.kind == "prefill" or rows == 1):
-                rows = 0
-            total += layers * kept_tokens(slot, work.sequence) * sequences * rows * lanes * _itemsize(work, slot)
-    return total
-
-
-def _up(size: int, multiple: int) -> int:
-    """Return a size padded to a multiple."""
-    return math.ceil(size / multiple) * multiple
-
-
-def kv_bytes_per_token(work: Workload) -> int:
-    """Bytes that a token adds to the cache, over the whole mesh without replicas."""
-    entries = slots(work.model, work.kind, Layout())
-    per_token = [(layers, slot) for layers, each in entries.values() for slot in each.values() if slot.per == "token"]
-    return sum(layers * math.prod(slot.shape) * _itemsize(work, slot) for layers, slot in per_token)
-
-
-def _itemsize(work: Workload, slot: Slot) -> int:
-    return work.itemsize if slot.dtype is None else jnp.dtype(slot.dtype).itemsize
 
 
 def trained(work: Workload) -> Memory:
@@ -181,25 +127,15 @@ def _ungathered(device: DeviceStep, use: RecordedOp) -> int:
     return device.local(relay).operands[0].bytes
 
 
-def _inference(device: DeviceStep) -> Iterator[Memory]:
-    """A layer, and the unembedding of the last tokens."""
-    work, recording, representative = device.work, device.recording, device_step(device.work.representative())
+def _inference(device: DeviceStep) -> Memory:
+    """The largest layer of a step of the engine, beside all weights and pages, and what the step gives: logits, and the
+    normalised residual that they are of in float32."""
+    work, recording = device.work, device.recording
     held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
-    cache = kv_cache(work) + _tiled_copies(work)
-    tables = [use for use in recording.by_layer[None] if device.weight(use) is not None]
-    # A GPU gathers a tied table once for both of its uses.
-    kept = work.platform != "tpu" and len({recording.parameter(use) for use in tables}) < len(tables)
-    held += _tables(device) if kept else 0
-    for layer in range(len(recording.layers)):
-        uses, forward = recording.by_layer[layer], layer_memory.forward(representative, layer, False)
-        peak, read = uses[forward.at], 0
-        if device.cost(peak).products and device.weight(peak) is None:  # the keys, then the values, of the layer
-            read = device.local(peak).operands[1].bytes
-        # With kernels a matrix is gathered shortly before it is used.
-        gathered = _gathered(device, uses[forward.at :] if work.runs_kernels else uses)
-        yield Memory(held + gathered, 0, 0, forward.bytes + read, 0, cache)
-    logits = sum(device.cost(use).workspace.forward for use in recording.by_layer[None])
-    yield Memory(held + (0 if kept else _tables(device)), 0, 0, 0, logits, cache)
+    layers = (layer_memory.forward(device, layer, False).bytes for layer in range(len(recording.layers)))
+    unembedding = next(use for use in reversed(recording.uses) if device.cost(use).workspace.forward)
+    results = device.cost(unembedding).workspace.forward + 4 * device.local(unembedding).operands[0].numbers
+    return Memory(held, 0, 0, max(layers), results, kv_cache(work))
 
 
 def _gathered(device: DeviceStep, uses: Iterable[RecordedOp]) -> int:

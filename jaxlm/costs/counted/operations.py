@@ -10,7 +10,7 @@ computes no more scores than are seen.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,35 +55,38 @@ class Operation(NamedTuple):
 
 
 def step(work: Workload) -> list[Operation]:
-    """Return all operations of a step on one device."""
-    computed = _computed(work.representative())
-    return [*computed, *_optimizer(work)] if work.kind == "train" else list(computed)
+    """Return all operations of a step on one device; in inference those of all steps of the engine that it takes."""
+    if work.kind == "train":
+        return [*_computed(work.representative()), *_optimizer(work)]
+    return [op for step in work.steps_of_engine() for op in _computed(step.representative())]
 
 
 @functools.lru_cache(maxsize=1024)
 def _computed(work: Workload) -> tuple[Operation, ...]:
     """Return the operations of forward and backward pass on one device."""
-    device, each = device_step(work), []
+    device, operations = device_step(work), []
     again = run_again(device)
     for use in device.recording.uses:
-        cost = device.cost(use)
-        products, parts = _products(device, use, cost), list(passes(device, use))
-        traced = {} if cost.traced is None else _traced(use, cost.traced)
-        forward = [*products, *traced.get("forward", ()), *(_beside(use, part, "forward") for part in parts)]
-        each += forward
-        trains = device.trains(use)
-        if work.remat != "none" and use.layer is not None:
-            reruns = not again.isdisjoint(use.results)
-            each += [
-                op._replace(phase="rematerialised") for op in forward if _reruns(op, reruns) and (reruns or trains)
-            ]
-        if not trains:
-            continue
-        each += [*_gradients(device, use, cost, products), *traced.get("backward", ())]
-        each += [_beside(use, part, "backward") for part in parts]
-    if work.microbatches > 1:
-        each = [op._replace(times=op.times * work.microbatches) for op in each]
-    return tuple(each)
+        times = 1 if device.cost(use).of_all_steps else work.passes
+        of_use = _of_use(device, use, again)
+        operations += of_use if times == 1 else [op._replace(times=op.times * times) for op in of_use]
+    return tuple(operations)
+
+
+def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Operation]:
+    """Yield the operations of a use of a door in a forward and backward pass; values that are `again` are computed
+    again."""
+    cost, trains = device.cost(use), device.trains(use)
+    products, parts = _products(device, use, cost), list(passes(device, use))
+    traced = {} if cost.traced is None else _traced(use, cost.traced)
+    forward = [*products, *traced.get("forward", ()), *(_beside(use, part, "forward") for part in parts)]
+    yield from forward
+    if device.work.remat != "none" and use.layer is not None:
+        reruns = not again.isdisjoint(use.results)
+        yield from (op._replace(phase="rematerialised") for op in forward if _reruns(op, reruns) and (reruns or trains))
+    if trains:
+        yield from (*_gradients(device, use, cost, products), *traced.get("backward", ()))
+        yield from (_beside(use, part, "backward") for part in parts)
 
 
 def _gradients(
@@ -193,7 +196,8 @@ def _products(device: DeviceStep, use: RecordedOp, cost: DoorCost) -> list[Opera
 def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Operation:
     scope = _scope(use, declared.scope) if declared.weight is None else device.recording.parameter(use)
     least, most = declared.bytes, declared.bytes + declared.unfused
-    return Operation(scope, "forward", use.times, declared.product, least, most, visible=declared.visible)
+    times = use.times * declared.times
+    return Operation(scope, "forward", times, declared.product, least, most, visible=declared.visible)
 
 
 def _in_kernel(declared: KernelCost, products: Sequence[Operation]) -> Iterator[Operation]:

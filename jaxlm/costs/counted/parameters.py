@@ -41,3 +41,11 @@ def slots(model: ModelConfig, kind: Kind, layout: Layout) -> dict[str, CacheEntr
     mesh = AbstractMesh(tuple(layout.values()), tuple(layout), (AxisType.Auto,) * len(layout))
     with jax.sharding.use_abstract_mesh(mesh), using_rules(RULES[kind]):
         return nnx.merge(*abstract(model)).slots()
+
+
+@functools.lru_cache(maxsize=256)
+def windows(model: ModelConfig) -> tuple[int | None, ...]:
+    """Return the windows in which layers read earlier tokens, each once."""
+    entries = nnx.merge(*abstract(model)).slots().values()
+    found = [slot.window for entry in entries for slot in entry.slots.values() if slot.per == "token"]
+    return tuple(dict.fromkeys(found))

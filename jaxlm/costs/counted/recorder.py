@@ -1,13 +1,14 @@
 """Recordings: the doors that a model computes through, read from the jaxpr of its own forward pass.
 
-A recording knows no batch, mesh, chip, implementation or dtype: one of each kind of step and length serves every plan
-of a model. From its edges follow which operations gradients pass, and which rematerialisation runs again.
+A recording knows no batch, mesh, chip, implementation or dtype: one of training for each length, and one of the
+engine's step, serve every plan of a model. From its edges follow which operations gradients pass, and which
+rematerialisation runs again.
 """
 
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,23 +21,26 @@ from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import scan_p
 
 from jaxlm.costs.counted.axes import Dimensions, Factor, dimensions, factors, products_inside, through
-from jaxlm.inference.cache import empty_cache
-from jaxlm.inference.steps import decode_step, prefill
+from jaxlm.inference.paged_cache import PageLayout
+from jaxlm.inference.ragged_step import Batch, StepResults, ragged_step
+from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.door import MARKER, Marker
 from jaxlm.models.doors.elementwise import BETWEEN_DOORS, READS
+from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.recording import recording
-from jaxlm.parallel.rules import Kind
 
 # Products belong to doors: one outside of them would be counted nowhere.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
 
 # The dtype of a recording that stands for the one that the model computes in; no model asks for it by name.
 _COMPUTE = jnp.bfloat16
+# The dtype of a recording that stands for that of an engine's pages.
+PAGES = "float8_e5m2"
 
 # Equations that take a layer of a stacked parameter.
 _PARTS = frozenset({"dynamic_slice", "reshape", "squeeze"})
@@ -144,35 +148,52 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=64)
-def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool, lora: LoraConfig | None = None) -> Recording:
-    """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them. A model in
-    training may have adapters.
+def record(model: ModelConfig, sequence: int, dropout: bool, lora: LoraConfig | None = None) -> Recording:
+    """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters.
 
     Raises ValueError for a product outside of the doors (`jaxlm.models.doors`).
     """
     graph, parameters = abstract(model, lora)
-    shapes = tree.shapes(parameters, _COMPUTE)
+
+    def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
+        hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
+        return module.cross_entropy(hidden, tokens, tokens > 0)["loss"]
+
     tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
-    if kind == "train":
+    return _read(forward, tree.shapes(parameters, _COMPUTE), tokens, jax.eval_shape(lambda: jax.random.key(0)))
 
-        def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
-            module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
-            hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
-            return module.cross_entropy(hidden, tokens, tokens > 0)["loss"]
 
-        operands = shapes, tokens, jax.eval_shape(lambda: jax.random.key(0))
-    else:
-        with recording():
-            cache = jax.eval_shape(lambda: empty_cache(model, 1, sequence, _COMPUTE))
-        row = jax.ShapeDtypeStruct((1,), jnp.int32)
-        forward = functools.partial(prefill if kind == "prefill" else decode_step, graph)
-        operands = (shapes, tokens, row, cache) if kind == "prefill" else (shapes, row, cache)
+@functools.lru_cache(maxsize=64)
+def record_engine(model: ModelConfig, page: int) -> Recording:
+    """Record the step of an engine with pages of this many tokens, of one row, whose sequence decodes. Layers that are
+    alike are recorded once, though the engine runs each by itself.
+
+    Raises ValueError as `record` does.
+    """
+    graph, parameters = abstract(model)
     with recording():
-        jaxpr = jax.make_jaxpr(forward)(*operands).jaxpr
+        layout = PageLayout.of(nnx.merge(graph, parameters).slots(), page)
+
+    def forward(parameters: tree.Tree, *operands: Any) -> StepResults:
+        return ragged_step(nnx.merge(graph, parameters), layout, StepShape(1, 0, TILE), *operands)[1]
+
+    groups = range(len(layout.groups))
+    pages = jax.eval_shape(lambda: layout.allocate([1 for _ in groups], jnp.dtype(PAGES)))
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    none, table = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    batch = Batch(row, row, row, row, row, tuple((table,) for _ in groups), none)
+    valid = jax.ShapeDtypeStruct((model.vocab_size,), jnp.bool)
+    return _read(forward, tree.shapes(parameters, _COMPUTE), pages, row, batch, valid)
+
+
+def _read(forward: Callable[..., Any], parameters: tree.Tree, *operands: Any) -> Recording:
+    """Record a function of parameters and other operands."""
+    with recording():
+        jaxpr = jax.make_jaxpr(forward)(parameters, *operands).jaxpr
     reader = _Reader()
-    paths = list(tree.paths(shapes))
     inputs = [reader.new() for _ in jaxpr.invars]
-    reader.recording.parameters.update(zip(inputs, paths, strict=False))  # parameters are the first operand
+    reader.recording.parameters.update(zip(inputs, tree.paths(parameters), strict=False))
     reader.read(jaxpr, inputs, (), 1, None)
     return reader.recording
 
@@ -242,7 +263,7 @@ class _Reader:
 
     def _use(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
         """Add the use of a door and return the numbers of its results."""
-        marker: Marker = eqn.params["marker"]
+        marker: Marker = self._of_rows(eqn.params["marker"], operands)
         key = marker, *operands
         if key in self._laid_out:
             return self._laid_out[key]
@@ -260,6 +281,20 @@ class _Reader:
         values = tuple(operands), tuple(results), shapes, result_shapes, dtypes, result_dtypes
         self.recording.uses.append(RecordedOp(marker, "/".join(scope), times, *values, layer, heads))
         return results
+
+    def _of_rows(self, marker: Marker, operands: list[int]) -> Marker:
+        """Return the marker of a door with the rows that its first operand has: a batch's, or some that were selected
+        of them."""
+        first = self._axes.get(operands[0])
+        rows = first[0][0].axis if first and first[0] else None
+        if rows is None or rows == marker.operands[0][0]:
+            return marker
+        before = marker.operands[0][0]
+
+        def changed(axes: tuple[Axes, ...]) -> tuple[Axes, ...]:
+            return tuple((rows, *each[1:]) if each[:1] == (before,) else each for each in axes)
+
+        return marker._replace(operands=changed(marker.operands), results=changed(marker.results))
 
     def _between_doors(
         self, eqn: Any, operands: list[int | None], scope: tuple[str, ...], times: int, layer: int | None

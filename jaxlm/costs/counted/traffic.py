@@ -26,7 +26,9 @@ class Collective(NamedTuple):
 
 
 def collectives(work: Workload) -> list[Collective]:
-    """Return all collectives of a step, except over axes of size 1."""
+    """Return all collectives of a step, except over axes of size 1; in inference those of all steps of the engine."""
+    if work.kind != "train" and work.step is None:
+        return [each for step in work.steps_of_engine() for each in collectives(step)]
     step = device_step(work)
     found = [*_parameters(step), *_stream(step), *_statistics(step)]
     if work.kind == "train":
@@ -46,7 +48,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     three uses, and matrices that the backward pass computes with again in post-norm layers once more.
     """
     work, found, train = device.work, device.recording, device.work.kind == "train"
-    each, summed = work.microbatches, work.several(work.rules.summed_each_microbatch)
+    each, summed = work.passes, work.several(work.rules.summed_each_microbatch)
 
     def scattered(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis in summed)
@@ -166,7 +168,7 @@ def _stream(device: DeviceStep) -> Iterator[Collective]:
     uses = device.recording.uses
     whole_sums = {use.operands[0] for use in uses if device.cost(use).sums_gradients}
     for use in uses:
-        times, cost = work.microbatches * use.times, device.cost(use)
+        times, cost = work.passes * use.times, device.cost(use)
         for each in cost.statistics:
             if not each.every_pass:
                 counts["all-reduce", _shared_over(device, use, each), each.bytes, each.of] += times * each.times
@@ -207,7 +209,7 @@ def _statistics(device: DeviceStep) -> Iterator[Collective]:
         shared = [(use, each, axes) for use, each in declared if (axes := _shared_over(device, use, each))]
         for use, first, axes in shared[:1]:
             passes = 1 + (not again.isdisjoint(use.results)) + device.trains(use)
-            times = device.work.microbatches * use.times * passes * first.times
+            times = device.work.passes * use.times * passes * first.times
             yield Collective("all-reduce", axes, times, sum(each.bytes for _, each, _ in shared), first.of)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlm.costs import plan
-from jaxlm.costs.counted import layer_memory, memory, operations
+from jaxlm.costs.counted import cache, layer_memory, memory, operations
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.network import Network
@@ -58,7 +58,7 @@ def parameter_bytes(setting: CaseSetting) -> float:
 @_figure
 def kv_bytes_per_token(setting: CaseSetting) -> float:
     """Bytes of keys and values that a token adds to the cache, over all layers and devices."""
-    return memory.kv_bytes_per_token(setting.work)
+    return cache.kv_bytes_per_token(setting.work)
 
 
 @_figure

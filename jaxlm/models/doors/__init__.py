@@ -20,3 +20,4 @@ from jaxlm.models.doors.loss import token_losses as token_losses
 from jaxlm.models.doors.norm import norm as norm
 from jaxlm.models.doors.rope import RopeTable as RopeTable
 from jaxlm.models.doors.rope import rope as rope
+from jaxlm.models.doors.select import select as select

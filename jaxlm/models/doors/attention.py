@@ -2,11 +2,9 @@
 
 import functools
 import math
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import kernels
@@ -23,13 +21,13 @@ from jaxlm.models.doors.cost import (
     loop,
 )
 from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.paged_attention import paged_attention, visible_fraction
 from jaxlm.models.logical_axes import HEADS, KV_HEADS
 from jaxlm.models.views import CacheView, PagedView
 from jaxlm.parallel.partition import constrain
 from kernels_pallas import flash_attention
 from kernels_pallas.core.launch import KernelCosts
-from kernels_pallas.flash_attention import KeyRange, causal_chunks, costs, runs_kernel
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.flash_attention import causal_chunks, costs, runs_kernel
 
 
 def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> tuple[jax.Array, ...]:
@@ -45,18 +43,9 @@ def _operands(query_BTNH: jax.Array, view: CacheView) -> list[tuple[jax.Array, A
 
 
 def _signature(
-    query_BTNH: jax.Array,
-    view: CacheView | PagedView,
-    *,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    window: int | None = None,
+    query_BTNH: jax.Array, view: CacheView, *, scale: float | None, soft_cap: float | None, window: int | None
 ) -> Signature:
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
-    if isinstance(view, PagedView):
-        width = view.pages["value"].shape[-2 if "value" in view.tokens_last else -1]
-        attended = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], width), query_BTNH.dtype)
-        return Signature([(query_BTNH, HEADS)], [(attended, HEADS)], options)
     attended = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], view.arrays["value"].shape[-1]), query_BTNH.dtype)
     options["is_causal"] = view.is_causal
     # Where it is computed the kernel names it, with its log-sum-exp.
@@ -104,14 +93,6 @@ def _products(sizes: _Sizes, queries: int, keys: int, visible: VisibleFraction) 
         DoorProduct(scores, 0, scope="scores", all_gradients=True, visible=visible),
         DoorProduct(pv, 0, scope="pv", all_gradients=True, visible=visible),
     )
-
-
-def visible_fraction(queries: int, keys: int, window: int | None) -> VisibleFraction:
-    """Return the fractions of scores that a token sees: half of them without a window. One token sees its whole
-    window."""
-    size = min(window or keys, keys)
-    whole = Fraction(size, keys)
-    return VisibleFraction(whole, whole if queries == 1 else Fraction(size * (2 * keys - size), 2 * keys * keys))
 
 
 def _by_kernel(local: Local, sizes: _Sizes, costs: KernelCosts) -> DoorCost:
@@ -180,7 +161,6 @@ def _kernel_costs(platform: str, sizes: _Sizes, dtype: str) -> KernelCosts | Non
     return costs(query, key, key, implementation="triton")  # kernels for TPUs cost the same
 
 
-@door(_signature, _declare, pinned=True)
 def attention(
     query_BTNH: jax.Array,
     view: CacheView | PagedView,
@@ -189,34 +169,26 @@ def attention(
     soft_cap: float | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`,
-    or `paged_attention` where they lie in pages).
+    """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H].
 
     Args:
       view: has a `key` and a `value`, [B, S, K, H], or pages of them.
       window: the most keys that a token sees, which the key range of the view holds already; for recordings.
     """
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
+    if isinstance(view, PagedView):
+        return paged_attention(query_BTNH, view, **options)
+    return _attention(query_BTNH, view, **options)
+
+
+@door(_signature, _declare, name="attention", pinned=True)
+def _attention(
+    query_BTNH: jax.Array, view: CacheView, *, scale: float | None, soft_cap: float | None, window: int | None
+) -> jax.Array:
+    """Return attention over whole slots (`kernels_pallas.flash_attention`)."""
 
     def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **options: Any) -> Any:
         return flash_attention(query, key, value, key_range=(start, end), **options)
 
-    if isinstance(view, PagedView):
-        return _paged_attention(query_BTNH, view, scale=scale, soft_cap=soft_cap)
     options = {"is_causal": view.is_causal, "scale": scale, "soft_cap": soft_cap}
     return kernels.run(operation, *_operands(query_BTNH, view), **options)
-
-
-def _paged_attention(query_R1NH: jax.Array, view: PagedView, **options: Any) -> jax.Array:
-    """Return attention by the rows of each section, [R, 1, N, H]."""
-    key, value = view.pages_of("key", tokens_last=True), view.pages_of("value", tokens_last=False)
-    attended, at = [], 0
-    for section in view.sections:
-        table_QM, rows = section.table, section.rows
-        Q = len(table_QM)
-        part = slice(at, at + Q * rows)
-        query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
-        key_range = KeyRange(*(x_R1[part].reshape(Q, rows) for x_R1 in view.key_range))
-        attended_QTNH = paged_attention(query_QTNH, key, value, table_QM, key_range=key_range, **options)
-        attended.append(attended_QTNH.reshape(Q * rows, 1, *attended_QTNH.shape[2:]))
-        at += Q * rows
-    return jnp.concatenate(attended)

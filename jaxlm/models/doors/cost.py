@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.paged_attention.costs import PagedRuns
 
 
 @functools.cache
@@ -57,15 +58,30 @@ class LocalArray(NamedTuple):
         return self.numbers * self.itemsize
 
 
+class WholeTexts(NamedTuple):
+    """Queries of so many sequences, the last of so many keys each, without the padding of an engine."""
+
+    sequences: int
+    queries: int
+    keys: int
+
+
 class Local(NamedTuple):
-    """One use of a door on one device."""
+    """One use of a door on one device.
+
+    Attributes:
+      settings: the options of the door's signature.
+      kernels: those of kernels_pallas run, wherever they serve.
+      runs: of an engine's rows, those of each kind with the pages that they read in all its steps.
+    """
 
     operands: tuple[LocalArray, ...]
     results: tuple[LocalArray, ...]
     settings: tuple[tuple[str, Any], ...]
     platform: Literal["gpu", "tpu", "cpu"]
-    kernels: bool  # those of kernels_pallas run, wherever they serve
+    kernels: bool
     training: bool
+    runs: tuple[PagedRuns | WholeTexts, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,6 +124,7 @@ class DoorProduct(NamedTuple):
       scope: in that of the door.
       all_gradients: both of its gradients are computed, whoever asks for one.
       visible: of its scores, which stay inside the door: the backward pass asks for them again, whatever is kept.
+      times: so many in a use of the door.
     """
 
     product: Product
@@ -117,6 +134,7 @@ class DoorProduct(NamedTuple):
     scope: str = ""
     all_gradients: bool = False
     visible: VisibleFraction | None = None
+    times: int = 1
 
 
 class ProductKernel(NamedTuple):
@@ -212,13 +230,18 @@ class Saved(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Bytes that a door needs at once besides its operands and results; where there are any, they are more than all
-    else in its layer. `keeping`: those of the forward pass where all is kept that the backward pass reads, and those of
-    that backward pass."""
+    """Bytes that a door needs at once besides its operands and results.
+
+    Attributes:
+      forward, backward: where there are any, they are more than all else in its layer.
+      keeping: those of the forward pass where all is kept that the backward pass reads, and of that backward pass.
+      beside: in the forward pass, beside all that is there.
+    """
 
     forward: int = 0
     backward: int = 0
     keeping: tuple[int, int] = (0, 0)
+    beside: int = 0
 
 
 class LossWorkspace(NamedTuple):
@@ -287,6 +310,7 @@ class DoorCost(NamedTuple):
       statistics: sums over devices that do not follow from axes.
       relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
       sums_gradients: the gradient of the first operand is summed over devices whole, and not scattered.
+      of_all_steps: its times are those of all steps of an engine together.
     """
 
     products: tuple[DoorProduct, ...] = ()
@@ -301,6 +325,7 @@ class DoorCost(NamedTuple):
     statistics: tuple[Statistics, ...] = ()
     relays: bool = False
     sums_gradients: bool = False
+    of_all_steps: bool = False
 
     @property
     def weight_product(self) -> DoorProduct | None:

@@ -65,12 +65,13 @@ def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_less_of_anything_never_takes_more(kind, chip):
-    base = workload(kind, model_fixtures.model(), 16, 32, layout=meshes.layout(1, 2, 2), kernels="xla", platform=chip)
+    layout, model = meshes.layout(1, 2, 2), model_fixtures.model(context_length=64)
+    base = workload(kind, model, 16, 64, layout=layout, kernels="xla", platform=chip, page=32)
     whole = memory(base).total
     for change in (
         {"batch": 8},
-        {"sequence": 16},
-        {"model": model_fixtures.model(num_layers=1)},
+        {"sequence": 32},
+        {"model": model_fixtures.model(num_layers=1, context_length=64)},
         {"layout": meshes.layout(2, 4, 2)},
     ):
         assert memory(changed(base, **change)).total < whole

@@ -5,23 +5,22 @@ import platform
 import random
 import sys
 
+import engine_jaxprs
 import jax
 import jax.numpy as jnp
 import model_fixtures
 import pytest
 import random_configurations
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 from matrices import sampled
 from workload_fixtures import sections_of
 
 from jaxlm.core.schema import Section
-from jaxlm.costs.counted import memory, operations
+from jaxlm.costs.counted import cache, memory, operations
 from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import JaxprCost, count
 from jaxlm.costs.workload import Workload
-from jaxlm.inference.cache import empty_cache
-from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.lowering import report, targets
 from jaxlm.models import kernels, tree
 from jaxlm.parallel.layout import AXES, Layout
@@ -29,38 +28,30 @@ from jaxlm.parallel.mesh import make_mesh
 from jaxlm.training.optimizer import optimizer
 from jaxlm.training.step import TrainStep
 
-CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
-
-
 # Seeds that between them draw every optimizer, form of a block, kind of norm, position, activation, rematerialisation,
 # step and chip that the first thirty draw.
 QUICK = (0, 1, 2, 4, 7, 8, 15, 16, 17, 20, 24, 28)
 
 
-def read(work: Workload) -> JaxprCost:
-    """Return the cost of the jaxpr of a step on one device."""
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    graph, abstract = tree.abstract(work.model)
-    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[work.platform])
+def read(work: Workload) -> list[JaxprCost]:
+    """Return the cost of the jaxpr of a training step on one device, or of each step of an engine."""
+    if work.kind != "train":
+        return engine_jaxprs.costs(work)
+    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=engine_jaxprs.CHIPS[work.platform])
     with jax.sharding.use_abstract_mesh(mesh), kernels.using_kernels(work.execution.kernels):
-        if work.kind == "train":
-            steps = TrainStep(work.model, *sections_of(work), work.optimizer)
-            batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), ints(work.batch, work.sequence))
-            return count(steps.train, jax.eval_shape(steps.init), batch)
-        shapes = tree.shapes(abstract, work.dtype)
-        cache = jax.eval_shape(lambda: empty_cache(work.model, work.batch, work.sequence, jnp.dtype(work.dtype)))
-        if work.kind == "prefill":
-            prompts = ints(work.batch, work.sequence), ints(work.batch)
-            return count(lambda p, t, n, c: prefill(graph, p, t, n, c), shapes, *prompts, cache)
-        return count(lambda p, t, c: decode_step(graph, p, t, c), shapes, ints(work.batch), cache)
+        steps = TrainStep(work.model, *sections_of(work), work.optimizer)
+        ids = jax.ShapeDtypeStruct((work.batch, work.sequence), jnp.int32)
+        batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), ids)
+        return [count(steps.train, jax.eval_shape(steps.init), batch)]
 
 
 @pytest.mark.parametrize("seed", sampled(range(1000), set(map(str, QUICK))))
 def test_counted_is_what_the_program_has(seed):
     work = random_configurations.step(random.Random(seed))
-    found, ops = read(work), operations.step(work)
-    assert sum(op.times * op.flops for op in ops if not op.kernel) == found.matmul_flops
-    assert sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel) == found.kernel_flops
+    steps, ops = read(work), operations.step(work)
+    products, of_kernels = (sum(getattr(step, name) for step in steps) for name in ("matmul_flops", "kernel_flops"))
+    assert sum(op.times * op.flops for op in ops if not op.kernel) == products
+    assert sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel) == of_kernels
     abstract = tree.abstract(work.model)[1]
     numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree.shapes(abstract)))
     assert sum(math.prod(d.shape) for d in parameters(work.model).values()) == numbers
@@ -69,15 +60,14 @@ def test_counted_is_what_the_program_has(seed):
         held = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.ndim)
         assert memory.trained(work).optimizer == held + 4 * numbers * work.average
     else:
-        cache = jax.eval_shape(lambda: empty_cache(work.model, work.batch, work.sequence, jnp.dtype(work.dtype)))
-        assert memory.kv_cache(work) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.stored))
+        assert cache.kv_cache(work) == engine_jaxprs.cache_bytes(work)
 
 
 def test_the_draw_reaches_every_option():
     """Every value of every key of a layer, every kind of step, and models with several stacks of parameters."""
     quick = [random_configurations.step(random.Random(seed)) for seed in QUICK]
     assert {work.kind for work in quick} == {"train", "prefill", "decode"}
-    assert {work.platform for work in quick} == set(CHIPS)
+    assert {work.platform for work in quick} == set(engine_jaxprs.CHIPS)
     assert {work.optimizer.kind for work in quick if work.kind == "train"} == set(model_fixtures.OPTIMIZERS)
     works = [random_configurations.step(random.Random(seed)) for seed in range(300)]
     seen = {(key, str(value)) for work in works for block in work.model.layers for key, value in _leaves(block)}

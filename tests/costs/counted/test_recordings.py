@@ -99,21 +99,24 @@ def test_a_kernel_for_attention_is_counted_where_it_runs(platform, runs):
 
 def test_a_layer_is_recorded_once_and_knows_how_often_it_runs():
     model = model_fixtures.model(model_fixtures.QWEN3)
-    found = recorder.record(model, "train", 16, False)
+    found = recorder.record(model, 16, False)
     linear = [use for use in found.uses if use.name == "linear"]
     assert {use.times for use in linear} == {model.num_layers} and len(linear) == 7
     assert {found.names.get(value) for use in found.uses for value in use.results} > set(NAMES)
     assert found.uses[-1].name == "cross_entropy" and found.uses[-1].times == 1
 
 
-@pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
+@pytest.mark.parametrize("kind", ["train", "engine"])
 def test_a_recording_knows_nothing_of_a_mesh_around(kind):
     """Key/value heads that the mesh does not divide are neither refused nor copied."""
     model = model_fixtures.model(model_fixtures.QWEN3)
-    record = recorder.record.__wrapped__
+    record = {
+        "train": lambda: recorder.record.__wrapped__(model, 16, False),
+        "engine": lambda: recorder.record_engine.__wrapped__(model, 32),
+    }[kind]
     with jax.set_mesh(meshes.make(tensor=8)):
-        inside = record(model, kind, 16, False)
-    assert inside == record(model, kind, 16, False)
+        inside = record()
+    assert inside == record()
 
 
 def test_a_product_outside_of_the_operations_is_refused(monkeypatch):
@@ -122,7 +125,7 @@ def test_a_product_outside_of_the_operations_is_refused(monkeypatch):
 
     monkeypatch.setattr(DenseFeedForward, "__call__", call)
     with pytest.raises(ValueError, match="layers.* multiplies outside of the doors of a model"):
-        recorder.record(model_fixtures.model(num_layers=5), "train", 16, False)
+        recorder.record(model_fixtures.model(num_layers=5), 16, False)
 
 
 @pytest.mark.parametrize("form", ["while_loop", "cond"])
@@ -137,7 +140,7 @@ def test_a_product_whose_times_nobody_knows_is_refused(monkeypatch, form):
 
     monkeypatch.setattr(DenseFeedForward, "__call__", call)
     with pytest.raises(ValueError, match=r"layers.* multiplies in a (while|cond), .*: use a scan") as refused:
-        recorder.record(model_fixtures.model(num_layers=5), "train", 16, False)
+        recorder.record(model_fixtures.model(num_layers=5), 16, False)
     assert "\n" not in str(refused.value)
 
 
@@ -185,8 +188,8 @@ def test_a_mixer_that_transposes_is_counted_on_a_mesh(transposing, kind):
     between = [use for use in device.recording.uses if use.name == "elementwise"]
     axes = ("batch", "act_heads", "sequence", "act_head_dim")
     assert {use.marker.results[0] for use in between} == {axes} and len(between) >= 2
-    tokens = 1 if kind == "decode" else 16
-    assert {device.local(use).results[0].shape for use in between} == {(4, 2, tokens, 16)}
+    rows, tokens = (4, 16) if kind == "train" else (device.work.rows(), 1)
+    assert {device.local(use).results[0].shape for use in between} == {(rows, 2, tokens, 16)}
     assert plan(device.work, Target.parse("h200-sxm:4")).memory.total > 0
 
 

@@ -1,6 +1,5 @@
 """Counts of whole functions: meshes, scopes and phases, and the products of XLA's compiled program."""
 
-import functools
 import math
 import re
 import subprocess
@@ -20,13 +19,18 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 from matrices import sampled
 
-from jaxlm.costs.jaxpr.count import count
-from jaxlm.inference.cache import empty_cache
-from jaxlm.inference.steps import decode_step, prefill
+from jaxlm.costs.jaxpr.count import count, count_jaxpr
+from jaxlm.inference.cache_memory import CacheSize
+from jaxlm.inference.programs import EnginePrograms
+from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.step_shapes import TILE, StepShape
+from jaxlm.lowering import hlo
+from jaxlm.lowering.matmul_flops import program_flops
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.training.step import TrainStep
+from kernels_pallas.paged_attention.costs import loop_name
 
 
 def f32(*shape):
@@ -275,17 +279,20 @@ def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
     assert written == ([] if microbatches == 1 else [("all-reduce", ("data",), sent)])
 
 
-@pytest.mark.parametrize("family", sampled(["llama", "gpt2"], ["gpt2"]))
-def test_products_of_inference_are_those_that_run(family):
-    model = model_fixtures.model(model_fixtures.FAMILIES[family])
-    graph, declared = tree.abstract(model)
-    parameters, cache = tree.shapes(declared), jax.eval_shape(lambda: empty_cache(model, 4, 32, jnp.float32))
-    for step, read in ((prefill, (i32(4, 16), i32(4))), (decode_step, (i32(4),))):
-        fn, arguments = functools.partial(step, graph), (parameters, *read, cache)
-        cost = count(fn, *arguments)
-        assert cost.name == step.__name__
-        assert cost.matmul_flops == executed_products(jax.jit(fn).lower(*arguments).compile().as_text())
-        assert not cost.assumed
+@pytest.mark.parametrize("family", sampled(["llama", "mistral", "gpt2"], ["mistral"]))
+def test_loops_over_data_run_as_often_as_their_arguments_say(family):
+    """The bound of the loop over pages follows from the positions of an engine's rows."""
+    model = model_fixtures.model(model_fixtures.FAMILIES[family], context_length=128)
+    programs = EnginePrograms.of(model, meshes.make(), jnp.dtype("float32"), EngineSettings(slots=4, page=32))
+    shape, cache = StepShape(4, 0, TILE), CacheSize(128, tuple(17 for _ in programs.layout.groups))
+    step = programs.step(shape, cache)
+    batch = programs.empty_batch(shape, cache)
+    batch.position_R[:] = 5, 40, 90, -1
+    loops = {loop_name(1, None): 3, loop_name(1, 5): 1}
+    program = hlo.parse(step.compile().as_text(), loops)
+    jaxpr, (parameters, pages, last, _, valid) = step.trace().jaxpr.jaxpr, step.operands
+    given = jax.tree.leaves((parameters, pages, last, batch, valid))
+    assert count_jaxpr(jaxpr, arguments=given).matmul_flops == program_flops(program)
 
 
 def published(name):
@@ -311,7 +318,7 @@ def test_no_backend_is_asked():
 import jax
 from model_fixtures import model, optimization, sections
 from jax.sharding import AbstractMesh, AxisType
-from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.jaxpr.count import count, count_jaxpr
 from jaxlm.training.step import TrainStep
 steps = TrainStep(model(), *sections(microbatches=2, batch=4096), optimization())
 batch = {k: jax.ShapeDtypeStruct((4096, 32), "int32") for k in ("tokens", "targets", "segments", "positions")}

@@ -1,0 +1,53 @@
+"""The pages that an engine keeps of earlier tokens, on one device."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+
+from jaxlm.costs.counted.parameters import slots
+from jaxlm.costs.workload import Workload
+from jaxlm.inference.cache_memory import most_pages
+from jaxlm.inference.paged_cache import PageLayout
+from jaxlm.models.cache import Slot
+from jaxlm.models.config import ModelConfig
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import Kind
+
+
+def kv_cache(work: Workload) -> int:
+    """Bytes of the pages that one device holds for all sequences of a step, and of the page for rows of padding."""
+    layout = page_layout(work)
+    counts = [work.slots * most_pages(work.sequence, window, work.page) + 1 for window in layout.groups]
+    layers = {name: entry.layers for name, entry in slots(work.model, work.kind, work.layout).items()}
+    return sum(
+        layers[entry.name] * counts[entry.group(slot)] * _page_numbers(work, slot) * _itemsize(work, slot)
+        for entry in layout.entries
+        for _, slot in entry.slots
+    )
+
+
+def page_layout(work: Workload) -> PageLayout:
+    """Return the groups of pages of a model; an entry stands for all layers that keep the same."""
+    return _page_layout(work.model, work.kind, work.layout, work.page)
+
+
+@functools.lru_cache(maxsize=1024)
+def _page_layout(model: ModelConfig, kind: Kind, layout: Layout, page: int) -> PageLayout:
+    return PageLayout.of(slots(model, kind, layout), page)
+
+
+def _page_numbers(work: Workload, slot: Slot) -> int:
+    """Numbers of a page of a slot on one device: of its tokens, or of a state."""
+    return math.prod(work.shape(slot.axes, slot.shape)) * (work.page if slot.per == "token" else 1)
+
+
+def kv_bytes_per_token(work: Workload) -> int:
+    """Bytes that a token adds to the cache, over the whole mesh without replicas."""
+    entries = slots(work.model, work.kind, Layout())
+    per_token = [(layers, slot) for layers, each in entries.values() for slot in each.values() if slot.per == "token"]
+    return sum(layers * math.prod(slot.shape) * _itemsize(work, slot) for layers, slot in per_token)
+
+
+def _itemsize(work: Workload, slot: Slot) -> int:
+    return jnp.dtype(slot.dtype or work.page_dtype).itemsize

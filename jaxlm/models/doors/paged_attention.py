@@ -1,0 +1,101 @@
+"""Attention over keys and values that lie in the pages of an engine."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Pass, Product, VisibleFraction, WholeTexts, Workspace
+from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.logical_axes import HEADS, Axes
+from jaxlm.models.views import PagedView
+from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.flash_attention import KeyRange
+from kernels_pallas.paged_attention import costs
+from kernels_pallas.paged_attention import paged_attention as attend
+
+KEY_PAGES: Axes = (None, "act_kv_heads", "act_head_dim", None)
+VALUE_PAGES: Axes = (None, "act_kv_heads", None, "act_head_dim")
+
+
+def _pages(view: PagedView) -> tuple[jax.Array, jax.Array]:
+    """Return the pages of keys [P, K, H, S] and of values [P, K, S, V]."""
+    return view.pages_of("key", tokens_last=True), view.pages_of("value", tokens_last=False)
+
+
+def _signature(
+    query_R1NH: jax.Array, view: PagedView, *, scale: float | None, soft_cap: float | None, window: int | None
+) -> Signature:
+    key, value = _pages(view)
+    attended_R1NV = jax.ShapeDtypeStruct((*query_R1NH.shape[:3], value.shape[-1]), query_R1NH.dtype)
+    operands = [(query_R1NH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES)]
+    return Signature(operands, [(attended_R1NV, HEADS)], {"soft_cap": soft_cap, "window": window})
+
+
+def visible_fraction(queries: int, keys: int, window: int | None) -> VisibleFraction:
+    """Return the fractions of scores that a token sees: half of them without a window. One token sees its whole
+    window."""
+    size = min(window or keys, keys)
+    whole = Fraction(size, keys)
+    return VisibleFraction(whole, whole if queries == 1 else Fraction(size * (2 * keys - size), 2 * keys * keys))
+
+
+def _declare(local: Local) -> DoorCost:
+    """Declare the loop over pages, or the scores alone that are asked for."""
+    products: list[DoorProduct] = []
+    passes: list[Pass] = []
+    workspace, window = 0, local.options["window"]
+    for runs in local.runs:
+        if isinstance(runs, WholeTexts):
+            products += _asked(local, runs)
+            continue
+        page, trips = _page_cost(local, runs), runs.trips(window)
+        workspace = max(workspace, page.workspace)
+        if not trips:
+            continue
+        least, more = page.least_bytes // 2, (page.most_bytes - page.least_bytes) // 2
+        for product, scope in zip(page.products, ("scores", "pv"), strict=True):
+            products.append(DoorProduct(Product(*product), least, more, scope=scope, times=trips))
+        passes.append(Pass(KernelCost(flops=page.flops), KernelCost(), "softmax", trips))
+    return DoorCost(tuple(products), passes=tuple(passes), workspace=Workspace(beside=workspace), of_all_steps=True)
+
+
+def _page_cost(local: Local, runs: costs.PagedRuns) -> costs.PageCost:
+    query, key, value = local.operands[:3]
+    rows = jax.ShapeDtypeStruct((runs.sequences, runs.queries, *query.shape[2:]), query.dtype)
+    return costs.page_cost(rows, key.abstract, value.abstract, local.options["soft_cap"])
+
+
+def _asked(local: Local, texts: WholeTexts) -> Iterator[DoorProduct]:
+    """Yield the products of whole texts, without padding."""
+    (_, _, N, H), (_, K, _, _), (*_, V) = (each.shape for each in local.operands[:3])
+    sequences, queries, keys = texts
+    visible = visible_fraction(queries, keys, local.options["window"])
+    scores, pv = (sequences * K, N // K * queries, H, keys), (sequences * K, N // K * queries, keys, V)
+    yield DoorProduct(Product(*scores), 0, scope="scores", visible=visible)
+    yield DoorProduct(Product(*pv), 0, scope="pv", visible=visible)
+
+
+@door(_signature, _declare, pinned=True)
+def paged_attention(
+    query_R1NH: jax.Array, view: PagedView, *, scale: float | None, soft_cap: float | None, window: int | None
+) -> jax.Array:
+    """Return attention by rows that follow one another in sections, [R, 1, N, V] (`kernels_pallas.paged_attention`).
+
+    The arguments are those of `attention`.
+    """
+    (key, value), attended, first = _pages(view), [], 0
+    for section in view.sections:
+        table_QM, rows = section.table, section.rows
+        Q = len(table_QM)
+        part = slice(first, first + Q * rows)
+        query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
+        key_range = KeyRange(*(x_R1[part].reshape(Q, rows) for x_R1 in view.key_range))
+        with jax.named_scope(costs.loop_name(rows, window)):
+            attended_QTNV = attend(
+                query_QTNH, key, value, table_QM, key_range=key_range, scale=scale, soft_cap=soft_cap
+            )
+        attended.append(attended_QTNV.reshape(Q * rows, 1, *attended_QTNV.shape[2:]))
+        first += Q * rows
+    return jnp.concatenate(attended)

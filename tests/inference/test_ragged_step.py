@@ -1,0 +1,62 @@
+"""The engine's step: what it reads is what one forward pass over the whole text does."""
+
+from functools import partial
+
+import forced_steps
+import meshes
+import model_fixtures
+import numpy as np
+import pytest
+from matrices import sampled
+
+from jaxlm.lowering import collectives, hlo
+from jaxlm.lowering.programs import step as lowered_step
+from jaxlm.models import tree
+from kernels_pallas.paged_attention.costs import loop_name
+
+FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+families = pytest.mark.parametrize(
+    "family",
+    sampled([pytest.param(family, id=name) for name, family in FAMILIES.items()], ["gpt2", "mixed"]),
+)
+same = partial(model_fixtures.assert_same_numbers, relative=1e-5)
+
+
+def parts(family, context):
+    """Return a model, its parameters, and the logits after each token of three texts."""
+    model = model_fixtures.model(family, context_length=context)
+    (graph, _), parameters = tree.abstract(model), tree.init(model, 0, meshes.make())
+    tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (3, context), dtype=np.int32)
+    return model, parameters, tokens, [model_fixtures.full_logits(graph, parameters, row, context) for row in tokens]
+
+
+@families
+def test_prompts_and_tokens_read_what_the_full_pass_does(family):
+    """Prompts of different lengths in one step, then token by token."""
+    model, parameters, tokens, expected = parts(family, 20)
+    forced_steps.assert_reads_as_the_full_pass(model, parameters, tokens, [7, 1, 12], expected, same)
+
+
+@pytest.mark.parametrize("family", sampled(["mistral", "mixed"], ["mixed"]))
+def test_chunks_of_a_prompt_read_what_the_full_pass_does(family):
+    """Chunks of several tiles, of one and of a part of one; windows end within pages, and across them."""
+    model, parameters, tokens, expected = parts(FAMILIES[family], 128)
+    steps = forced_steps.ForcedSteps(model, parameters, pages=4)
+    for end in ([32, 32, 64], [70, 64, 96]):
+        chunks = {i: tokens[i][steps.lengths[i] : end[i]] for i in range(3)}
+        for i, logits in enumerate(steps.read(chunks)):
+            same(logits, expected[i][end[i] - 1])
+
+
+@pytest.mark.parametrize("sizes", sampled([(1, 8, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ["(2, 2, 2)"]), ids=str)
+def test_a_step_sends_no_weights_and_no_pages(sizes):
+    """Only activations of tokens move, whatever axes the mesh has."""
+    model = model_fixtures.model(d_model=256, attention={"num_heads": 8}, vocab_size=512)
+    experiment = model_fixtures.experiment(model, batch=8)
+    mesh = meshes.make(*sizes)
+    compiled = lowered_step(experiment, "decode", mesh).compile()
+    program = hlo.parse(compiled.as_text(), {loop_name(1, None): 1})
+    smallest = 4 * model.d_model * model.attention.num_heads * model.attention.head_dim // mesh.size
+    sent = collectives.collectives(program, dict(mesh.shape))
+    assert all(c.bytes < smallest for c in sent), sent
+    assert sent or mesh.shape["tensor"] == 1

@@ -78,14 +78,15 @@ def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Op
     again."""
     cost, trains = device.cost(use), device.trains(use)
     products, parts = _products(device, use, cost), list(passes(device, use))
-    traced = {} if cost.traced is None else _traced(use, cost.traced)
-    forward = [*products, *traced.get("forward", ()), *(_beside(use, part, "forward") for part in parts)]
+    traced = [op for each in cost.traced for op in _traced(use, each)]
+    products_forward = [*products, *(op for op in traced if op.phase == "forward")]
+    forward = [*products_forward, *(_beside(use, part, "forward") for part in parts)]
     yield from forward
     if device.work.remat != "none" and use.layer is not None:
         reruns = not again.isdisjoint(use.results)
         yield from (op._replace(phase="rematerialised") for op in forward if _reruns(op, reruns) and (reruns or trains))
     if trains:
-        yield from (*_gradients(device, use, cost, products), *traced.get("backward", ()))
+        yield from (*_gradients(device, use, cost, products), *(op for op in traced if op.phase != "forward"))
         yield from (_beside(use, part, "backward") for part in parts)
 
 
@@ -107,18 +108,14 @@ def _gradients(
         yield from (op._replace(phase="backward", product=product) for product in gradients)
 
 
-def _traced(use: RecordedOp, traced: Traced) -> dict[str, list[Operation]]:
-    """Return the operations of a traced function in the forward pass, and in the backward pass."""
-
-    def operation(phase: Phase, work: _JaxprWork) -> Operation:
-        product = Product(traced.times * work.products // 2, 1, 1, 1)
-        rest = traced.times * (work.flops - work.products)
-        most = max(traced.bytes, traced.times * work.bytes)
-        return Operation(use.scope, phase, use.times, product, traced.bytes, most, rest)
-
-    forward, backward, again = _work(traced.function, traced.operands, traced.trained, traced.checkpointed)
-    back = [operation("backward", backward), *([operation("rematerialised", again)] if traced.checkpointed else [])]
-    return {"forward": [operation("forward", forward)], "backward": back}
+def _traced(use: RecordedOp, traced: Traced) -> Iterator[Operation]:
+    """Yield the operations of a traced function in the forward pass, and in the backward pass."""
+    work = _work(traced.function, traced.operands, traced.trained, traced.checkpointed)
+    for phase, each in zip(("forward", "backward", "rematerialised"), work, strict=True):
+        product = Product(traced.times * each.products // 2, 1, 1, 1)
+        rest, most = traced.times * (each.flops - each.products), max(traced.bytes, traced.times * each.bytes)
+        if each.flops:
+            yield Operation(use.scope, phase, use.times, product, traced.bytes, most, rest)
 
 
 class _JaxprWork(NamedTuple):

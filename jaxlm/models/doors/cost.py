@@ -301,7 +301,7 @@ class DoorCost(NamedTuple):
       products: matrix products of the forward pass; their gradients follow.
       kernel: computes all products, if one does.
       passes: work element by element, of XLA or of kernels.
-      traced: computes, with products of activations among the rest.
+      traced: functions that compute, with products of activations among the rest.
       saved: what the backward pass reads.
       workspace, loss: memory that is needed at once.
       in_place: where XLA computes so.
@@ -316,7 +316,7 @@ class DoorCost(NamedTuple):
     products: tuple[DoorProduct, ...] = ()
     kernel: ProductKernel | None = None
     passes: tuple[Pass, ...] = ()
-    traced: Traced | None = None
+    traced: tuple[Traced, ...] = ()
     saved: Saved = Saved()
     workspace: Workspace = Workspace()
     loss: LossWorkspace | None = None

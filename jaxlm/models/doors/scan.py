@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.doors.cost import DoorCost, Local, Saved, Traced
+from jaxlm.models.doors.cost import DoorCost, Local, Saved, Traced, Workspace
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
+from kernels_pallas.paged_attention.costs import PagedRuns
 
 States = dict[str, jax.Array]  # by slot, [B, *shape]
 TokenArray = tuple[jax.Array, Axes]  # [B, T, …] with its logical axes
@@ -67,7 +68,8 @@ class Recurrence(NamedTuple):
 
 
 def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> Signature:
-    axes = {name: ("batch", *of_state) for name, (_, of_state) in recurrence.first.items()}
+    # An engine has a state for each run of rows, whose number the calls say.
+    axes = {name: (None, *of_state) for name, (_, of_state) in recurrence.first.items()}
     per_token = [(x, recurrence.axes[:2]) for x in rows]
     _, output = jax.eval_shape(recurrence.chunk, states, rows, *(x for x, _ in inputs))
     results = [(output, recurrence.axes), *((x, axes[name]) for name, x in states.items())]
@@ -92,23 +94,52 @@ class _FlatChunk:
         return outputs, *(after[name] for name in self.states if self.kept)
 
 
+class _Calls(NamedTuple):
+    """Calls of a chunk's function, `times` of them one after the other, on [B, C] tokens each."""
+
+    B: int
+    C: int
+    times: int
+
+
+def _calls(local: Local) -> list[_Calls]:
+    """Return the calls on one device: the last chunk is padded. An engine carries runs of one row together, and those
+    of several one after the other."""
+    size = local.options["size"]
+
+    def of(rows: int, tokens: int, times: int = 1) -> _Calls:
+        C = min(size or tokens, tokens)
+        return _Calls(rows, C, times * math.ceil(tokens / C))
+
+    if not local.runs:
+        return [of(*local.results[0].shape[:2])]
+    runs = [(each.sequences, each.queries, isinstance(each, PagedRuns)) for each in local.runs if each.sequences]
+    return [of(1, queries, n) if paged and queries > 1 else of(n, queries) for n, queries, paged in runs]
+
+
 def _declare(local: Local) -> DoorCost:
-    """Return the cost of all chunks, of which the last is padded. Between several the states are kept; those after a
-    single one are read by nobody in training, and those before it are none that train."""
-    *arrays, is_token, _ = local.operands
-    function, T = local.options["chunk"], is_token.shape[1]
-    size = min(local.options["size"] or T, T)
-    chunks, states = math.ceil(T / size), arrays[function.inputs :]
-    per_token = {*range(function.inputs), len(arrays), len(arrays) + 1}
-    operands = tuple(
-        ((x.shape[0], size, *x.shape[2:]) if i in per_token else x.shape, x.dtype) for i, x in enumerate(local.operands)
-    )
-    moved = sum(x.bytes for x in (*local.operands, *local.results))
+    """Return the cost of all chunks. Between several the states are kept; those after a single one are read by nobody
+    in training, and those before it are none that train."""
+    *arrays, is_token, begins = local.operands
+    function, calls = local.options["chunk"], _calls(local)
+    inputs, states = arrays[: function.inputs], arrays[function.inputs :]
+    per_token, chunks = [*inputs, is_token, begins], calls[0].times
+    of_token = sum(math.prod(x.shape[2:]) * x.itemsize for x in (*per_token, local.results[0]))
+    of_states = sum(math.prod(x.shape[1:]) * x.itemsize for x in states)
     trained = [i for i, x in enumerate(arrays) if x.is_trained or (chunks > 1 and i >= function.inputs)]
     if local.training and chunks == 1:
         function = replace(function, kept=False)
-    saved = Saved(tuple(range(function.inputs)), bytes=chunks * sum(x.bytes for x in states))
-    return DoorCost(traced=Traced(function, operands, tuple(trained), chunks, moved, chunks > 1), saved=saved)
+
+    def traced(call: _Calls) -> Traced:
+        B, C, times = call
+        operands = [(B, C, *x.shape[2:]) if i < function.inputs else (B, *x.shape[1:]) for i, x in enumerate(arrays)]
+        shapes = [*zip(operands, (x.dtype for x in arrays), strict=True), *(((B, C), x.dtype) for x in per_token[-2:])]
+        moved = times * B * (C * of_token + 2 * of_states)
+        return Traced(function, tuple(shapes), tuple(trained), times, moved, checkpointed=chunks > 1)
+
+    saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states)
+    workspace = Workspace(beside=2 * max(call.B for call in calls) * of_states)  # before and after a chunk
+    return DoorCost(traced=tuple(map(traced, calls)), saved=saved, workspace=workspace)
 
 
 @door(_signature, _declare, name="scan")

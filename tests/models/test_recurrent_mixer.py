@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import ClassVar, Literal
 
+import engine_jaxprs
 import jax
 import jax.numpy as jnp
 import meshes
@@ -14,16 +15,20 @@ import model_fixtures
 import numpy as np
 import pytest
 from engine_fixtures import SMALL, check_pages
+from markers import ELSEWHERE
 from workload_fixtures import sections_of, workload
 
+from jaxlm.config import load
 from jaxlm.core.schema import Count
 from jaxlm.costs.counted import operations
+from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import plan
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, Sampling
+from jaxlm.lowering import report, targets
 from jaxlm.models import attention, tree
 from jaxlm.models import config as models
 from jaxlm.models.cache import LayerCache, Slot
@@ -311,6 +316,59 @@ def test_it_is_planned(kind):
     assert device[0] == 4 * device[1]
     if kind == "decode":  # a matrix and a tail for each head and layer of a sequence, whatever it holds, and of padding
         assert whole.memory.kv_cache == (16 + 1) * 2 * 4 * (8 * 8 * 4 + 2 * 8 * 2) == 4 * shared.memory.kv_cache
+
+
+@pytest.mark.parametrize("kind, sequence", [("prefill", 32), ("prefill", 75), ("decode", 32)])
+def test_an_engine_s_steps_are_counted_to_the_last_flop(kind, sequence):
+    """Tiles of a prompt carry their states one after the other, in chunks; sequences that decode together."""
+    work = workload(kind, model(chunk=8, context_length=128), 3, sequence, dtype="float32", kernels="xla")
+    expected = sum(step.matmul_flops for step in engine_jaxprs.costs(work))
+    assert sum(op.times * op.flops for op in operations.step(work)) == expected
+    assert kv_cache(work) == engine_jaxprs.cache_bytes(work)
+
+
+FILE = """
+[model]
+vocab_size = 512
+context_length = 512
+num_layers = 2
+d_model = 256
+
+[model.norm]
+kind = "rms"
+
+[model.position]
+kind = "none"
+
+[model.attention]
+kind = "gated_linear"
+num_heads = 4
+head_dim = 64
+chunk = 64
+
+[model.feed_forward]
+kind = "dense"
+d_ff = 512
+activation = "silu"
+
+[training]
+batch = 8
+sequence = 512
+"""
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
+def test_the_compiled_step_has_the_counted_flops(kind, tmp_path):
+    file, target = tmp_path / "mine.toml", Target.parse("h200-sxm:4")
+    file.write_text(FILE)
+    mesh = meshes.make(2, 1, 2, devices=targets.devices(target))
+    found = report.compile(load(file, [], kind), kind, target, mesh, False).report
+    assert found.flops == found.counted_flops
+    if kind != "prefill":  # of a prompt's tiles XLA keeps more than is counted
+        assert found.plan.memory.total == pytest.approx(found.memory.peak, rel=0.1)
 
 
 def test_the_engine_goes_on_from_found_prefixes_and_after_preemptions():

@@ -1,9 +1,15 @@
 """The program in docs/extending.md runs unchanged, and the files that the page names exist."""
 
+import importlib
 import re
 from pathlib import Path
 
 import meshes
+
+from jaxlm.core.schema import kind_of
+from jaxlm.models import feed_forward
+from jaxlm.models.config import FEED_FORWARDS
+from jaxlm.models.doors.door import DOORS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -16,6 +22,17 @@ def test_the_program_runs(monkeypatch, capsys):
     exec(compile(program, "docs/extending.md", "exec"), {"__name__": "extending"})
     shape, flops, memory, *ids = capsys.readouterr().out.splitlines()
     assert shape == "(1, 4, 512)" and int(flops) > 0 and memory.startswith("Memory(") and len(ids) == 4
+
+
+def test_its_examples_are_a_kind_and_a_door(tmp_path, monkeypatch):
+    """In one file, which is imported."""
+    (tmp_path / "extending_mine.py").write_text("\n".join(re.findall(r"```py\n(.*?)```", PAGE, re.S)))
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("extending_mine")
+    try:
+        assert "bilinear" in map(kind_of, FEED_FORWARDS) and DOORS["blocks"].declare is mine.declare
+    finally:
+        feed_forward.unregister(mine.BilinearConfig)
 
 
 def test_its_files_are_there():

@@ -105,9 +105,9 @@ def _adapters(device: DeviceStep) -> Iterator[Collective]:
         product = device.cost(use).weight_product
         if product is None or use.operands[0] in relayed or not device.trains(use):
             continue
-        times, contracted = work.microbatches * use.times, device.contracted_over(use)
+        times, rows = work.microbatches * use.times, together(device.placed(use, 0))
         stored = work.placed(use.marker.operands[product.weight], use.shapes[product.weight])
-        outputs = tuple(axis for axis in together(stored) if axis not in contracted)
+        outputs = tuple(axis for axis in together(stored) if axis not in rows)  # each device has parts of others
         if outputs:
             yield Collective("all-reduce", outputs, times, device.local(use).operands[0].bytes, "adapters")
         elif rows := together(device.placed(use, 0)[1:2]):

@@ -265,8 +265,8 @@ def _refuse_sizes_of_training(keys: Iterable[str], kind: Kind | None) -> None:
     if kind in ("prefill", "decode"):
         present = dict(zip(SIZE_KEYS["train"], SIZE_KEYS[kind], strict=True))
         if moved := [key for key in keys if key in present]:
-            said = "; ".join(f"{key} is of training, and of {kind} it is {present[key]}" for key in moved)
-            raise InputError(f"{said}: give that")
+            said = "; ".join(f"{key} is a size of training: for {kind} set {present[key]}" for key in moved)
+            raise InputError(said)
 
 
 def _found(name: str | Path, folder: Path = Path()) -> Path:

@@ -69,7 +69,7 @@ def _at_tasks(arguments: argparse.Namespace) -> int:
 
     adapter = HarnessModel(model.engine(), tokenizer)
     results = tasks.run(adapter, asked, arguments.limit)
-    tasks.show(results, adapter.truncated, adapter.unanswered, model.step, arguments.json)
+    tasks.show(results, adapter.truncated, adapter.unanswered, model.step, model.dtype, arguments.json)
     return 0
 
 

@@ -109,7 +109,9 @@ def run(model: Any, tasks: dict[str, Any], limit: int | None) -> dict[str, Any]:
         return evaluate(model, tasks, limit=limit, log_samples=False)
 
 
-def show(results: dict[str, Any], truncated: Counter[str], unanswered: Counter[str], step: int, as_json: bool) -> None:
+def show(
+    results: dict[str, Any], truncated: Counter[str], unanswered: Counter[str], step: int, dtype: str, as_json: bool
+) -> None:
     """Print the metrics of each task and group, under the harness's own names, and how many requests of each task lost
     their beginning or have no answer."""
     for said, counts in (
@@ -123,7 +125,7 @@ def show(results: dict[str, Any], truncated: Counter[str], unanswered: Counter[s
         tasks = {name: _numbers(values) for name, values in measured.items()}
         for name in results["configs"]:
             tasks[name] |= {"truncated": truncated[name], "unanswered": unanswered[name]}
-        print(json.dumps({"tasks": tasks, "step": step}))
+        print(json.dumps({"tasks": tasks, "step": step, "dtype": dtype}))
         return
     columns = [*texts("task"), *numbers("examples"), *texts("metric"), *numbers("value", "± standard error")]
     table = TextTable(columns, f"step {step}")

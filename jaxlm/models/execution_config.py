@@ -26,7 +26,7 @@ Remat = Annotated[Literal["none", "full"] | tuple[str, ...], BeforeValidator(_re
 
 
 class ExecutionConfig(Section):
-    """The execution of a model's steps: it changes no result beyond rounding, but speed and memory."""
+    """The execution of a model's steps. Its keys change speed and memory, and of results the rounding alone."""
 
     dtype: Dtype = "bfloat16"
     """The dtype of the forward and backward pass, of a cache, and of the gradients of one microbatch where devices sum

@@ -270,7 +270,7 @@ def test_requests_that_lose_their_beginning_are_counted(folder, capsys):
 
 def test_requests_without_an_answer_are_counted(capsys):
     results = {"results": {"odd": {"acc,none": 0.5}, "plain": {"acc,none": 1.0}}, "configs": {"odd": {}, "plain": {}}}
-    tasks.show(results, Counter(), Counter(odd=2, plain=0), step=40, as_json=True)
+    tasks.show(results, Counter(), Counter(odd=2, plain=0), step=40, dtype="float32", as_json=True)
     out, error = capsys.readouterr()
     assert json.loads(out)["tasks"]["odd"] == {"acc,none": 0.5, "truncated": 0, "unanswered": 2}
     said = "requests that cannot be encoded, or begin with nothing, scored −∞ or gave no text"
@@ -341,7 +341,7 @@ def test_local_tasks_are_evaluated(folder, model, adapter, capsys):
     until = write_task(folder, "until", UNTIL, docs)
 
     found = evaluate(capsys, folder / "run", "--tasks", f"{choice},{until}", *AS_FEW)
-    assert set(found) == {"tasks", "step"} and found["step"] == 40
+    assert set(found) == {"tasks", "step", "dtype"} and found["step"] == 40
     assert found["tasks"]["choice"]["acc,none"] == 0.75 and found["tasks"]["choice"]["sample_len"] == 4
     assert found["tasks"]["until"]["exact_match,none"] == 0.5
     found = evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1, *AS_FEW)

@@ -232,10 +232,10 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         ),
         (
             ["--on", "h200-sxm", "--workload", "decode", "training.batch=8", "training.sequence=2048"],
-            "training.batch is of training, and of decode it is inference.sequences; training.sequence is of training, "
-            "and of decode it is inference.length: give that",
+            "training.batch is a size of training: for decode set inference.sequences; training.sequence is a size of "
+            "training: for decode set inference.length",
         ),
-        (["--on", "h200-sxm", "--workload", "prefill", "training.sequence=8"], "of prefill it is inference.prompt"),
+        (["--on", "h200-sxm", "--workload", "prefill", "training.sequence=8"], "for prefill set inference.prompt"),
         (
             ["--on", "h200-sxm", "--workload", "decode", "inference.length=200000"],
             "inference.length = 200000 is longer",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.recorder import RecordedOp
+from jaxlm.costs.counted.traced import traced_work
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
 from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, Product, Traced, VisibleFraction
@@ -109,45 +110,15 @@ def _gradients(
 
 
 def _traced(use: RecordedOp, traced: Traced) -> Iterator[Operation]:
-    """Yield the operations of a traced function in the forward pass, and in the backward pass."""
-    work = _work(traced.function, traced.operands, traced.trained, traced.checkpointed)
-    for phase, each in zip(("forward", "backward", "rematerialised"), work, strict=True):
-        product = Product(traced.times * each.products // 2, 1, 1, 1)
-        rest, most = traced.times * (each.flops - each.products), max(traced.bytes, traced.times * each.bytes)
-        if each.flops:
-            yield Operation(use.scope, phase, use.times, product, traced.bytes, most, rest)
-
-
-class _JaxprWork(NamedTuple):
-    """FLOPs of products, FLOPs in all, and bytes moved, as a jaxpr shows them."""
-
-    products: int
-    flops: int
-    bytes: int
-
-
-@functools.lru_cache(maxsize=256)
-def _work(
-    function: Callable[..., Any],
-    operands: tuple[tuple[tuple[int, ...], str], ...],
-    trained: tuple[int, ...],
-    checkpointed: bool,
-) -> tuple[_JaxprWork, _JaxprWork, _JaxprWork]:
-    """Return the work of a function forward, backward, and of what its backward pass computes again."""
-    arrays = [jax.ShapeDtypeStruct(*each) for each in operands]
-    called = jax.checkpoint(function, prevent_cse=False) if checkpointed else function
-
-    def both(*arrays: jax.Array) -> tuple:
-        def of_trained(*x: jax.Array) -> Any:
-            whole = dict(enumerate(arrays)) | dict(zip(trained, x, strict=True))
-            return called(*(whole[i] for i in range(len(arrays))))
-
-        y, pull_back = jax.vjp(of_trained, *(arrays[i] for i in trained))
-        return y, pull_back(y)
-
-    once, twice = count(function, *arrays), count(both, *arrays)
-    costs = once, twice.backward, twice.rematerialised
-    return tuple(_JaxprWork(each.matmul_flops, each.flops, each.bytes_in + each.bytes_out) for each in costs)
+    """Yield the operations of a traced function in each phase: its products, and all that it moves and computes
+    besides."""
+    work = traced_work(traced.function, traced.operands, traced.trained, traced.checkpointed)
+    for phase, each in work.items():
+        for product, times in each.products:
+            yield Operation(use.scope, phase, use.times * traced.times * times, product, 0, 0)
+        rest, most = traced.times * each.flops, max(traced.bytes, traced.times * each.bytes)
+        if each.products or rest:
+            yield Operation(use.scope, phase, use.times, None, traced.bytes, most, rest)
 
 
 def run_again(device: DeviceStep) -> frozenset[int]:

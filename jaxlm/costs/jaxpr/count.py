@@ -72,6 +72,18 @@ def count_jaxpr(
     return JaxprCost(name, rows.all())
 
 
+def phase_of(eqn: JaxprEqn, around: Phase) -> Phase:
+    """Return the phase of an equation of a jaxpr that stands in a phase."""
+    phase = around
+    for element in eqn.source_info.name_stack.stack:
+        if isinstance(element, Transform):
+            if element.name == "transpose" and phase == "forward":
+                phase = "backward"
+        elif element.name == _AGAIN:
+            phase = "rematerialised"
+    return phase
+
+
 class _Place(NamedTuple):
     """The position of an equation in the program, and how often it runs there."""
 
@@ -83,16 +95,11 @@ class _Place(NamedTuple):
 
     def inside(self, eqn: JaxprEqn) -> "_Place":
         """Return the place of an equation of this jaxpr, whose name stack is relative to this place."""
-        scope, phase = self.scope, self.phase
+        scope = self.scope
         for element in eqn.source_info.name_stack.stack:
-            if isinstance(element, Transform):
-                if element.name == "transpose" and phase == "forward":
-                    phase = "backward"
-            elif element.name == _AGAIN:
-                phase = "rematerialised"
-            else:
+            if not isinstance(element, Transform) and element.name != _AGAIN:
                 scope += tuple(filter(None, element.name.split("/")))
-        return self._replace(scope=scope, phase=phase)
+        return self._replace(scope=scope, phase=phase_of(eqn, self.phase))
 
     def times(self, n: int) -> "_Place":
         return self._replace(runs=self.runs * n)

@@ -1,0 +1,83 @@
+"""The work of functions that doors declare, read from their jaxprs: products with their sizes, and the rest."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core.primitives import dot_general_p, scan_p
+from jax.interpreters import partial_eval
+
+from jaxlm.costs.jaxpr.cost import Phase
+from jaxlm.costs.jaxpr.count import count, phase_of
+from jaxlm.models.doors.cost import Product
+
+
+class TracedWork(NamedTuple):
+    """The products of a phase and how often each runs, and FLOPs of the rest and bytes moved, as a jaxpr shows them."""
+
+    products: tuple[tuple[Product, int], ...]
+    flops: int
+    bytes: int
+
+
+@functools.lru_cache(maxsize=256)
+def traced_work(
+    function: Callable[..., Any],
+    operands: tuple[tuple[tuple[int, ...], str], ...],
+    trained: tuple[int, ...],
+    checkpointed: bool,
+) -> dict[Phase, TracedWork]:
+    """Return the work of a function forward, backward, and of what its backward pass computes again.
+
+    Raises ValueError where products are not all `dot_general`s that run a known number of times.
+    """
+    arrays = [jax.ShapeDtypeStruct(*each) for each in operands]
+    called = jax.checkpoint(function, prevent_cse=False) if checkpointed else function
+
+    def both(*arrays: jax.Array) -> tuple:
+        def of_trained(*x: jax.Array) -> Any:
+            whole = dict(enumerate(arrays)) | dict(zip(trained, x, strict=True))
+            return called(*(whole[i] for i in range(len(arrays))))
+
+        y, pull_back = jax.vjp(of_trained, *(arrays[i] for i in trained))
+        return y, pull_back(y)
+
+    work: dict[Phase, TracedWork] = {}
+    for each, phases in ((function, ("forward",)), (both, ("backward", "rematerialised"))):
+        cost, products = count(each, *arrays), _products(each, arrays)
+        for phase in phases:
+            part = cost.of(phase=phase)
+            if part.matmul_flops != sum(product.flops * times for product, times in products[phase].items()):
+                raise ValueError(f"{cost.name} multiplies otherwise than by dot_general a known number of times")
+            rest, moved = part.flops - part.matmul_flops, part.bytes_in + part.bytes_out
+            work[phase] = TracedWork(tuple(products[phase].items()), rest, moved)
+    return work
+
+
+def _products(function: Callable[..., Any], arrays: list[jax.ShapeDtypeStruct]) -> dict[Phase, Counter[Product]]:
+    """Return the products of each phase of a function whose results are all used."""
+    jaxpr, _ = partial_eval.dce_jaxpr(jax.make_jaxpr(function)(*arrays).jaxpr, True)
+    products: dict[Phase, Counter[Product]] = {"forward": Counter(), "backward": Counter(), "rematerialised": Counter()}
+    _add(jaxpr, "forward", 1, products)
+    return products
+
+
+def _add(jaxpr: Jaxpr, phase: Phase, times: int, products: dict[Phase, Counter[Product]]) -> None:
+    for eqn in jaxpr.eqns:
+        here = phase_of(eqn, phase)
+        if eqn.primitive is dot_general_p:
+            products[here][_product(eqn)] += times
+        for inner in jaxprs_in_params(eqn.params):
+            _add(inner, here, times * (eqn.params["length"] if eqn.primitive is scan_p else 1), products)
+
+
+def _product(eqn: Any) -> Product:
+    (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+    first, second = (math.prod(atom.aval.shape) for atom in eqn.invars)
+    shape = eqn.invars[0].aval.shape
+    batch, k = (math.prod(shape[i] for i in which) for which in (batched, contracted))
+    return Product(batch, first // (batch * k), k, second // (batch * k))

@@ -120,10 +120,10 @@ class LoadedModel:
             except InputError:  # a chip that the catalog does not know
                 pass
         # Nothing is trained: any number of sequences will do.
-        found = config.layout(self.experiment, devices, "decode")
+        layout = config.layout(self.experiment, devices, "decode")
         if self._workload == "train":  # its evaluation
-            config.check_divides(found, self.config)
-        return found
+            config.check_divides(layout, self.config)
+        return layout
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
@@ -234,10 +234,10 @@ class LoadedModel:
                 fitting_tokens(self.config, len(ids), MAX_ANSWER_TOKENS if chat else MAX_TOKENS)
                 for ids, chat in zip(encoded, chats, strict=True)
             ]
-        asked = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
+        requests = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
         return [
             request._replace(ends=self.chat_template.ends) if chats[row // num_samples] else request
-            for row, request in enumerate(asked)
+            for row, request in enumerate(requests)
         ]
 
     def sampling(self, **given: Any) -> "Sampling":

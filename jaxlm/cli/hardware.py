@@ -67,8 +67,8 @@ def _host() -> list["Chip"]:
 def _measure() -> "Chip":
     from jaxlm.cli.progress import working
     from jaxlm.core import accelerators
+    from jaxlm.core.allocator import keep_freed_memory
     from jaxlm.costs.hardware import calibration
-    from jaxlm.parallel.devices import keep_freed_memory
 
     if accelerators.platforms() == "cpu":
         keep_freed_memory()  # as in a run

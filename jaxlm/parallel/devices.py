@@ -1,13 +1,12 @@
 """The devices of this machine, started as a mesh needs them."""
 
-import ctypes
 import math
 import os
-import platform
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import accelerators
+from jaxlm.core.allocator import keep_freed_memory
 from jaxlm.core.errors import InputError
 from jaxlm.parallel import processes
 from jaxlm.parallel.layout import Layout
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 # Each emulated device has threads of its own.
 _MOST_EMULATED = 1024
-# Parameters of glibc's mallopt(3).
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def mesh_here(least: int, layout: Callable[[int], Layout]) -> "Mesh":
@@ -80,18 +77,6 @@ def emulated_for(wanted: int) -> int:
             f"{', '.join(f'mesh.{axis}' for axis in Layout())}"
         )
     return min(emulated, _MOST_EMULATED)
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory. XLA's CPU programs allocate all temporaries anew at each call; returning them to
-    the system and clearing them again page by page takes about a third of a small step (`benchmarks/README.md`)."""
-    if platform.libc_ver()[0] != "glibc":
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(_M_MMAP_MAX, 0)  # no block has a mapping of its own, which freeing would unmap
-    mallopt(_M_TRIM_THRESHOLD, -1)  # the end of the heap is never returned
-    mallopt(_M_ARENA_MAX, 1)  # one heap, so that every thread can reuse what another freed
-    mallopt(_M_TOP_PAD, 2**26)  # the heap grows by 64 MiB
 
 
 def describe(mesh: "Mesh") -> str:

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def is_imported(self) -> bool:
-        """Return whether `jaxlm import` made it: it was begun with no data, and is not trained."""
+        """Return whether it is the result of `jaxlm import`, which has no data and is not trained."""
         paths = self.paths
         return paths.config.is_file() and paths.huggingface.is_dir() and not paths.data.exists()
 

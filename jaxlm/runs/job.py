@@ -133,14 +133,14 @@ class Job:
         return Ended(result.step, 0, sample_text)
 
     def _prepare(self) -> Dataset:
-        data, vocabulary, given = self._data, self._experiment.model.vocab_size, None
+        data, vocabulary, tokenizer = self._data, self._experiment.model.vocab_size, None
         if self._source is not None and self._source.text.has_tokenizer and data.tokenizer not in TOKENIZERS:
-            given = self._source.text.load_tokenizer()
+            tokenizer = self._source.text.load_tokenizer()
         with self._clock.phase("data_preparation"):
             with processes.first_process_first("data"):
-                dataset = prepare(data, vocabulary, self._display.say, self._display.progress, given)
-            found = {"digest": dataset.digest[:_SHOWN]}
-            processes.check_same("data", found, "let data.text and data.tokenizer be the same for all")
+                dataset = prepare(data, vocabulary, self._display.say, self._display.progress, tokenizer)
+            identity = {"digest": dataset.digest[:_SHOWN]}
+            processes.check_same("data", identity, "let data.text and data.tokenizer be the same for all")
         if self._source is not None:
             check_tokenizer(self._source, dataset.tokenizer)
         self._show_conversations(dataset)
@@ -188,18 +188,18 @@ class Job:
         work = Workload.of(experiment, Layout(mesh.shape))
         trained = f", and {work.trainable_numbers:,} in adapters" if experiment.lora else ""
         say(f"{parameter_count(experiment.model):,} parameters{trained} on {describe(mesh)}")
-        found = counted(work, mesh)
-        capacity.check(found.memory, found.capacity)
-        if replicated := say_replicated(found.work):
+        costs = counted(work, mesh)
+        capacity.check(costs.memory, costs.capacity)
+        if replicated := say_replicated(costs.work):
             say(replicated)
-        say(say_counted(found))
+        say(say_counted(costs))
         ends = getattr(experiment.optimizer.schedule, "decay_steps", experiment.training.steps)
         if ends < experiment.training.steps:
             say(
                 f"optimizer.schedule.decay_steps = {ends}: from there to training.steps = {experiment.training.steps} "
                 "the learning rate stays where it ends"
             )
-        return found, mesh
+        return costs, mesh
 
     def _train(self, dataset: Dataset, counted: "Counted", mesh: "Mesh") -> "Result":
         from jaxlm.training.loop import Start, Trainer

@@ -29,15 +29,15 @@ def compute(
 
     `logprobs` is a compiled `TrainStep.preference_logprobs`. A line is said every ten seconds.
     """
-    found, share, said = np.zeros((len(rows), 2), np.float32), process_rows(batch, mesh), time.monotonic()
+    result, share, said = np.zeros((len(rows), 2), np.float32), process_rows(batch, mesh), time.monotonic()
     for first in range(0, len(rows), batch):
         host = [rows[first + row] if first + row < len(rows) else rows.empty() for row in share]
         placed = put_batch({name: np.stack([row[name] for row in host]) for name in host[0]}, mesh)
-        found[first : first + batch] = np.asarray(logprobs(parameters, placed))[: len(rows) - first]
+        result[first : first + batch] = np.asarray(logprobs(parameters, placed))[: len(rows) - first]
         if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
             said = time.monotonic()
             say(f"{min(first + batch, len(rows)):,} of {len(rows):,} pairs")
-    return found
+    return result
 
 
 def write(file: Path, reference: np.ndarray) -> None:
@@ -50,9 +50,9 @@ def write(file: Path, reference: np.ndarray) -> None:
 def read(file: Path, pairs: int) -> np.ndarray:
     """Return the log-probabilities of so many pairs. Raises RunFailed where they are missing, or of others."""
     try:
-        found = np.load(file, allow_pickle=False)
+        logprobs = np.load(file, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise RunFailed(f"{file} cannot be read ({error}); put it back, or start the run anew") from None
-    if found.shape != (pairs, 2):
-        raise RunFailed(f"{file} is of {len(found):,} pairs, and there are {pairs:,}; start the run anew")
-    return found
+    if logprobs.shape != (pairs, 2):
+        raise RunFailed(f"{file} is of {len(logprobs):,} pairs, and there are {pairs:,}; start the run anew")
+    return logprobs

@@ -16,12 +16,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.costs.counted import parameters
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.counted.traced import traced_work
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, Product, Traced, VisibleFraction
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import Rules
+from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.optimizer import cost
 from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
@@ -236,17 +242,25 @@ def _optimizer(work: Workload) -> Iterator[Operation]:
 
 def updates(work: Workload) -> dict[str, OptimizerCost]:
     """Return what the optimizer declares for each parameter that trains."""
-    return {
-        path: cost(work.optimizer, d, work.layout, work.rules)
-        for path, d in work.trainable.items()
-        if path not in work.frozen
-    }
+    return {path: each for path, each in _declared(work).items() if path not in work.frozen}
 
 
 def optimizer_bytes(work: Workload) -> int:
     """Return the bytes of the optimizer's state on one device."""
-    return 4 * sum(
-        work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept))
-        for d in work.trainable.values()
-        for kept in cost(work.optimizer, d, work.layout, work.rules).state
-    )
+    declared, dimensions = _declared(work), work.trainable
+    pairs = ((dimensions[path], kept) for path, each in declared.items() for kept in each.state)
+    return 4 * sum(work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept)) for d, kept in pairs)
+
+
+def _declared(work: Workload) -> dict[str, OptimizerCost]:
+    """Return what the optimizer declares for each parameter, which no batch changes."""
+    return _of_optimizer(work.model, work.lora, work.optimizer, work.layout, work.rules)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_optimizer(
+    model: ModelConfig, lora: LoraConfig | None, optimizer: OptimizerConfig, layout: Layout, rules: Rules
+) -> dict[str, OptimizerCost]:
+    base = frozenset() if lora is None else parameters.base(model, lora)
+    dimensions = parameters.parameters(model, lora).items()
+    return {path: cost(optimizer, d, layout, rules) for path, d in dimensions if path not in base}

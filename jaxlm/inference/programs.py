@@ -138,19 +138,19 @@ class EnginePrograms:
         return SlotState(np.zeros(slots, np.int32), counts_SV, row_sampling([GREEDY] * slots, 0))
 
     def empty_batch(self, shape: StepShape, cache: CacheSize) -> Batch:
-        """Return the arrays of a step whose rows are all padding."""
-        sections = (shape.decode, shape.tiles) if shape.tiles else (shape.decode,)
+        """Return the arrays of a step whose rows are all padding, of all shards."""
+        rows, decode, tiles = (self.shards * each for each in (shape.rows, shape.decode, shape.tiles))
+        sections = (decode, tiles) if tiles else (decode,)
         pages = -(-cache.context // self.layout.size)
-        shard = Batch(
-            token_R=np.zeros(shape.rows, np.int32),
-            position_R=np.full(shape.rows, -1, np.int32),
-            length_R=np.zeros(shape.rows, np.int32),
-            row_Q=np.arange(shape.decode, dtype=np.int32),
-            slot_Q=np.full(shape.decode, self.slots, np.int32),
+        return Batch(
+            token_R=np.zeros(rows, np.int32),
+            position_R=np.full(rows, -1, np.int32),
+            length_R=np.zeros(rows, np.int32),
+            row_Q=np.arange(decode, dtype=np.int32) % shape.decode,
+            slot_Q=np.full(decode, self.slots, np.int32),
             tables=tuple(tuple(np.zeros((n, pages), np.int32) for n in sections) for _ in self.layout.groups),
-            target_R=np.full(shape.tiles * TILE, -1, np.int32),
+            target_R=np.full(tiles * TILE, -1, np.int32),
         )
-        return jax.tree.map(lambda x: np.concatenate([x] * self.shards), shard)
 
     def step(self, shape: StepShape, cache: CacheSize) -> MeshProgram:
         """Return the step of a shape on each shard, which gives up the pages.

@@ -36,8 +36,8 @@ class Batch(NamedTuple):
     target_R: np.ndarray
 
     def shard(self, index: int, shards: int) -> "Batch":
-        """Return the rows of one of several shards, which lie one after the other, as views."""
-        return jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:])[index], self)
+        """Return the rows of one of the shards, which lie one after the other, as views."""
+        return self if shards == 1 else jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:])[index], self)
 
 
 class SlotState(NamedTuple):

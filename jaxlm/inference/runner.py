@@ -161,8 +161,8 @@ class Runner:
 
     def _run(self, shape: StepShape, batch: Batch) -> tuple[StepResults, Drawn]:
         self._pages, results = self._step(shape)(self._parameters, self._pages, self._state.last_S, batch, self._known)
-        rows = [each.reshape(self.programs.shards, -1) for each in (batch.position_R, batch.row_Q)]
-        position_Q = np.take_along_axis(*rows, axis=1).ravel() + 1
+        first_Q = np.arange(len(batch.row_Q)) // shape.decode * shape.rows  # rows before those of the draw's shard
+        position_Q = batch.position_R[first_Q + batch.row_Q] + 1
         self._state, drawn = self._draw(shape.decode)(
             self._state, results.logits_QV, batch.slot_Q, position_Q, self._known
         )

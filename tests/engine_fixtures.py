@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import meshes
 import numpy as np
 
-from jaxlm.inference.engine import Engine, EngineEvent
+from jaxlm.inference.engine import Engine, Event
+from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.settings import EngineSettings
 
@@ -33,7 +34,7 @@ def drawn(
     for event in engine.run():
         if event.error:
             raise event.error
-        found[event.id].append(event.token)
+        found[event.id].append(event.token and event.token.id)
     return [found[id] for id in ids]
 
 
@@ -78,4 +79,4 @@ class WrittenEngine:
                 end = "stop" if token in ends else "length" if n == count else None
                 if end:
                     self.cancel(id)
-                yield EngineEvent(id, None if end == "stop" else token, end)
+                yield Event(id, None if end == "stop" else Token(token), end)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxlm.costs.workload import Workload
     from jaxlm.data.chat_template import ChatTemplate, Message
     from jaxlm.data.tokenizers import Tokenizer
-    from jaxlm.inference.completion import Completion, Piece
+    from jaxlm.inference.completion import Completion, TextChunk
     from jaxlm.inference.engine import Engine
     from jaxlm.inference.requests import Named, Request, Sampling
     from jaxlm.inference.settings import EngineSettings
@@ -206,7 +206,7 @@ class LoadedModel:
         top_p: float | None = None,
         stop: Sequence[str] = (),
         seed: int = 0,
-    ) -> "Iterator[Piece]":
+    ) -> "Iterator[TextChunk]":
         """Return the pieces of what `generate` gives, as they are drawn. Raises InputError as it does, at once but for
         logits that are not finite."""
         from jaxlm.inference.requests import Sampling, check_seed
@@ -255,7 +255,7 @@ class LoadedModel:
             self._say(f"{', '.join(taken)} of generation_config.json")
         return Sampling(**{**values, **given}).check("generation_config.json: {} =".format)
 
-    def complete(self, requests: "Sequence[Request]", seed: int = 0) -> "Iterator[Piece]":
+    def complete(self, requests: "Sequence[Request]", seed: int = 0) -> "Iterator[TextChunk]":
         """Return the pieces of the continuations of requests, as they are drawn. Raises InputError as `generate`."""
         from jaxlm.inference.completion import Completer
 

@@ -13,7 +13,7 @@ from jaxlm.core.errors import InputError, in_one_line
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
     from jaxlm.cli.prompts import Conversation, Prompt
-    from jaxlm.inference.completion import Piece
+    from jaxlm.inference.completion import TextChunk
 
 RESET = "/reset"
 
@@ -74,8 +74,8 @@ def conversations(given: "list[Prompt]", system: str | None) -> "list[Prompt]":
 
 def converse(
     model: "LoadedModel",
-    answers: "Callable[[Conversation, int], Iterator[Piece]]",
-    show: "Callable[[Iterator[Piece]], None]",
+    answers: "Callable[[Conversation, int], Iterator[TextChunk]]",
+    show: "Callable[[Iterator[TextChunk]], None]",
     system: str | None,
     max_tokens: int | None,
 ) -> None:
@@ -94,7 +94,7 @@ def converse(
             continue
         said: list[str] = []
 
-        def heard(pieces: "Iterator[Piece]", said: list[str] = said) -> "Iterator[Piece]":
+        def heard(pieces: "Iterator[TextChunk]", said: list[str] = said) -> "Iterator[TextChunk]":
             for piece in pieces:
                 said.append(piece.text or "")
                 yield piece

@@ -17,7 +17,7 @@ from jaxlm.core.errors import InputError, in_one_line
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
     from jaxlm.cli.prompts import Conversation, Prompt
-    from jaxlm.inference.completion import Piece
+    from jaxlm.inference.completion import TextChunk
     from jaxlm.inference.requests import Sampling
 
 
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _drawn(
     model: "LoadedModel", given: "list[Prompt]", sampling: "Sampling", arguments: argparse.Namespace, stream: int = 0
-) -> "Iterator[Piece]":
+) -> "Iterator[TextChunk]":
     asked = model.requests(given, arguments.max_tokens, arguments.num_samples, sampling, arguments.stop, named=_option)
     return model.complete([request._replace(stream=request.stream + stream) for request in asked], arguments.seed)
 
@@ -118,16 +118,16 @@ def _interact(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Na
 
 
 def _converse(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Namespace) -> None:
-    def answers(messages: "Conversation", turn: int) -> "Iterator[Piece]":
+    def answers(messages: "Conversation", turn: int) -> "Iterator[TextChunk]":
         return _drawn(model, [messages], sampling, arguments, turn)
 
-    def show(pieces: "Iterator[Piece]") -> None:
+    def show(pieces: "Iterator[TextChunk]") -> None:
         _show(pieces, [[]], 1)
 
     chat.converse(model, answers, show, arguments.system, arguments.max_tokens)
 
 
-def _show(pieces: "Iterable[Piece]", given: "list[Prompt]", num_samples: int) -> None:
+def _show(pieces: "Iterable[TextChunk]", given: "list[Prompt]", num_samples: int) -> None:
     """Print texts, as they are drawn, after their prompts. Each of several has a line before it."""
     from jaxlm.inference.completion import in_order
 

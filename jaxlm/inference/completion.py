@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.continuation import ContinuationText
-from jaxlm.inference.engine import Engine, EngineEvent
+from jaxlm.inference.engine import Engine, Event
 from jaxlm.inference.generation import EndReason
 from jaxlm.inference.requests import Request
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """The text that one token adds to the continuation of request `row`. The last piece of a continuation has no token,
     the text that was held back, and says why it ended. `text` is None without a tokenizer."""
 
@@ -40,7 +40,7 @@ class Completer:
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
         self._engine, self._tokenizer = engine, tokenizer
 
-    def __call__(self, requests: Sequence[Request], seed: int = 0) -> Iterator[Piece]:
+    def __call__(self, requests: Sequence[Request], seed: int = 0) -> Iterator[TextChunk]:
         """Yield the pieces of all continuations, until each has met an end, a stop string or its `max_tokens`.
 
         Raises InputError for a request that the engine cannot run, and where logits are not finite.
@@ -57,25 +57,25 @@ class Completer:
             for id in rows:
                 self._engine.cancel(id)
 
-    def _pieces(self, event: EngineEvent, row: int, text: ContinuationText | None) -> Iterator[Piece]:
+    def _pieces(self, event: Event, row: int, text: ContinuationText | None) -> Iterator[TextChunk]:
         if event.error:
             raise event.error
         if text is not None and text.stopped:
             return  # what was drawn before the stop string was found
         if event.token is not None:
-            yield Piece(row, event.token, text and text.add(event.token))
+            yield TextChunk(row, event.token.id, text and text.add(event.token.id))
         if text is not None and text.stopped:
             self._engine.finish(event.id)
-            yield Piece(row, None, "", "stop")
+            yield TextChunk(row, None, "", "stop")
         elif event.end:
             rest = text and text.rest()
             stopped = text is not None and text.stopped  # by a stop string in what was held back
-            yield Piece(row, None, rest, "stop" if stopped else event.end)
+            yield TextChunk(row, None, rest, "stop" if stopped else event.end)
 
 
-def in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def in_order(pieces: Iterable[TextChunk]) -> Iterator[TextChunk]:
     """Yield pieces row by row: those of the first row that is not complete as they come, later ones after it."""
-    waiting: dict[int, deque[Piece]] = defaultdict(deque)
+    waiting: dict[int, deque[TextChunk]] = defaultdict(deque)
     row = 0
     for piece in pieces:
         waiting[piece.row].append(piece)
@@ -85,7 +85,7 @@ def in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
             row += first.finish_reason is not None
 
 
-def completions(pieces: Iterable[Piece], rows: int) -> list[Completion]:
+def completions(pieces: Iterable[TextChunk], rows: int) -> list[Completion]:
     """Gather all pieces into the continuation of each of the `rows` requests."""
     ids: list[list[int]] = [[] for _ in range(rows)]
     texts: list[list[str]] = [[] for _ in range(rows)]

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.generation import EndReason
+from jaxlm.inference.commands import EngineCommand, encode_commands
+from jaxlm.inference.generation import EndReason, Token
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts
@@ -18,23 +19,20 @@ from jaxlm.inference.sampling import NO_TOKEN, NotFinite
 from jaxlm.inference.scheduler import NeverFits, Scheduler
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE
-from jaxlm.inference.told import Told, message_of
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
 from jaxlm.models.positions import angle_classes
 from jaxlm.models.tree import Tree
 
 
-class EngineEvent(NamedTuple):
+class Event(NamedTuple):
     """One thing that happened to a request.
 
     Attributes:
       id: of the request.
-      token: that was drawn; None where nothing was, or where it is an id that ended it.
+      token: that was drawn; None where nothing was, or where its id ended the request.
       end: why it ended; None while it goes on.
       error: where `end` is "error": what happened to this request alone.
-      logprob: ln p of the token, and
-      top: ids and ln p of the likeliest ones, as far as the request asks for them (`Sampling.logprobs`).
       hidden: float32 [D], the normalised stream that the token was drawn from, where the request asks for it.
       scores: of tokens of the prompt, as far as the request asks for them; they come in parts, each before the first
         token that is drawn after it.
@@ -42,11 +40,9 @@ class EngineEvent(NamedTuple):
     """
 
     id: int
-    token: int | None = None
+    token: Token | None = None
     end: EndReason | None = None
     error: InputError | None = None
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
     hidden: np.ndarray | None = None
     scores: Scores | None = None
     cached: int = 0
@@ -96,9 +92,9 @@ class Engine:
         )
         self._lock = threading.Lock()
         self._ahead: PendingStep | None = None
-        self._told: list[Told] = []  # what the other processes do not know yet
+        self._commands: list[EngineCommand] = []  # what the other processes do not know yet
         self._tell: Callable[[str], None] | None = None
-        self._kept: list[EngineEvent] = []  # of other requests than `answers` was asked for
+        self._kept: list[Event] = []  # of other requests than `answers` was asked for
 
     @property
     def is_idle(self) -> bool:
@@ -162,7 +158,7 @@ class Engine:
         with self._lock:
             id = self._scheduler.submit(request, priority=priority, seed=seed, salt=key_salt, ends=self._ends).id
             if self._tell is not None:
-                self._told.append(Told("submit", id, request, priority, seed, salt.hex()))
+                self._commands.append(EngineCommand("submit", id, request, priority, seed, salt.hex()))
             return id
 
     def cancel(self, id: int) -> None:
@@ -184,59 +180,56 @@ class Engine:
             if self._tell is None:
                 getattr(self._scheduler, method)(id)
             elif id in self._scheduler.live:
-                self._told.append(Told(method, id))
+                self._commands.append(EngineCommand(method, id))
 
     def _tell_others(self) -> None:
         """Tell what was asked since the last step, of which what ends requests happens now."""
         if self._tell is not None:
-            told, self._told = self._told, []
-            for each in told:
+            commands, self._commands = self._commands, []
+            for each in commands:
                 if each.method != "submit":
                     getattr(self._scheduler, each.method)(each.id)
-            self._tell(message_of(told))
+            self._tell(encode_commands(commands))
 
-    def step(self) -> list[EngineEvent]:
+    def step(self) -> list[Event]:
         """Dispatch the next step, read the one before it, and return what happened: nothing where all is idle."""
         with self._lock:
             self._tell_others()
             plan = self._scheduler.plan()
-            events = [EngineEvent(failed.id, end="error", error=_no_room()) for failed in self._scheduler.failed()]
+            events = [Event(failed.id, end="error", error=_no_room()) for failed in self._scheduler.failed()]
         # A generation that is cancelled meanwhile has its rows computed and dropped.
         done, self._ahead = self._ahead, plan and self.runner.dispatch(plan)
         if done is None:
             return events
         reading = self.runner.read(done)
         with self._lock:
-            tokens = {id: drawn.token for id, drawn in reading.tokens.items()}
+            ids = {id: token.id for id, token in reading.tokens.items()}
             for generation in done.plan.draws:
-                if tokens[generation.id] == NO_TOKEN and not generation.end:
+                if ids[generation.id] == NO_TOKEN and not generation.end:
                     self._scheduler.cancel(generation.id)
-                    events.append(EngineEvent(generation.id, end="error", error=NotFinite()))
+                    events.append(Event(generation.id, end="error", error=NotFinite()))
             for chunk in done.plan.chunks:
                 if chunk.is_scored and not chunk.generation.end:
-                    events.append(EngineEvent(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
-            for draw in self._scheduler.commit(done.plan, tokens):
-                id, ended_by = draw.generation.id, draw.token in draw.generation.ends
-                drawn = reading.tokens[id]
+                    events.append(Event(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
+            for generation in self._scheduler.commit(done.plan, ids):
+                token = reading.tokens[generation.id]
                 events.append(
-                    EngineEvent(
-                        id,
-                        None if ended_by else draw.token,
-                        draw.end,
-                        logprob=drawn.logprob,
-                        top=drawn.top,
-                        hidden=reading.hidden.get(id),
-                        cached=draw.generation.cached,
+                    Event(
+                        generation.id,
+                        None if token.id in generation.ends else token,
+                        generation.end,
+                        hidden=reading.hidden.get(generation.id),
+                        cached=generation.cached,
                     )
                 )
         return events
 
-    def run(self) -> Iterator[EngineEvent]:
+    def run(self) -> Iterator[Event]:
         """Yield what happens until all requests have ended."""
         while not self.is_idle:
             yield from self.step()
 
-    def answers(self, ids: Collection[int]) -> Iterator[EngineEvent]:
+    def answers(self, ids: Collection[int]) -> Iterator[Event]:
         """Yield what happens to some requests until they have ended, and keep what happens to others for theirs.
 
         Requests that have not ended when the iterator is closed are cancelled.

@@ -1,13 +1,26 @@
-"""A request that is being answered, and the parts of its tokens that steps read. Imports no JAX."""
+"""A request that is being answered: its tokens, and the parts of them that steps read. Imports no JAX."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from jaxlm.inference.pages import Holding
+from jaxlm.inference.pages import SequencePages
 from jaxlm.inference.requests import Request
 
 # "stop": one of its `ends`, or `finish`; "length": its `max_tokens`; "error": it can never go on.
 EndReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Token(NamedTuple):
+    """A token, and log-probabilities of the model as far as a request asks for them (`Sampling.logprobs`).
+
+    Attributes:
+      logprob: ln p of the token; None where it is not asked for.
+      top: ids and ln p of the likeliest tokens in its place, the likeliest first.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(eq=False)
@@ -40,7 +53,7 @@ class Generation:
     seed: int
     salt: bytes
     shard: int = -1
-    holding: Holding | None = None
+    holding: SequencePages | None = None
     slot: int = -1
     computed: int = 0
     pending: int = 0

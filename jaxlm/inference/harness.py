@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.inference.completion import Completer, Piece, completions
+from jaxlm.inference.completion import Completer, TextChunk, completions
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.scoring import Scorer
@@ -133,7 +133,7 @@ class HarnessModel(LM):
             texts[index] = completion.text or ""
         return texts
 
-    def _with_progress(self, requests: list[Request], bar: tqdm) -> Iterator[Piece]:
+    def _with_progress(self, requests: list[Request], bar: tqdm) -> Iterator[TextChunk]:
         for piece in self._complete(requests):
             bar.update(piece.finish_reason is not None)
             yield piece

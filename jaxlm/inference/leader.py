@@ -6,8 +6,8 @@ else is sent but what the devices exchange.
 
 from collections.abc import Callable
 
+from jaxlm.inference.commands import decode_commands
 from jaxlm.inference.engine import Engine
-from jaxlm.inference.told import told_by
 from jaxlm.parallel import processes
 
 _END = ""  # no message of an engine
@@ -24,11 +24,11 @@ def lead(engine: Engine) -> Callable[[], None]:
 def follow(engine: Engine) -> None:
     """Step the engine of another process as the first steps its own, until that ends."""
     while (message := processes.told_by_first()) != _END:
-        for told in told_by(message):
-            if told.method == "submit":
-                assert told.request is not None
-                salt = bytes.fromhex(told.salt)
-                engine.submit(told.request, priority=told.priority, seed=told.seed, salt=salt)
+        for command in decode_commands(message):
+            if command.method == "submit":
+                assert command.request is not None
+                salt = bytes.fromhex(command.salt)
+                engine.submit(command.request, priority=command.priority, seed=command.seed, salt=salt)
             else:
-                getattr(engine, told.method)(told.id)
+                getattr(engine, command.method)(command.id)
         engine.step()

@@ -22,7 +22,7 @@ class PageGroup(NamedTuple):
     window: int | None = None
 
 
-class Holding:
+class SequencePages:
     """The pages of one sequence.
 
     Attributes:
@@ -116,7 +116,7 @@ class Pages:
         self.size = size
         self._groups = [_Group(*group) for group in groups]
         self._prefixes: dict[bytes, _Prefix] = {}
-        self._holdings: set[Holding] = set()
+        self._holdings: set[SequencePages] = set()
         self.returns = 0
 
     @property
@@ -142,7 +142,7 @@ class Pages:
         """Return the tokens of the prefix that `match` would find."""
         return self._cached(tokens, salt)[1] * self.size
 
-    def match(self, tokens: Sequence[int], salt: bytes = b"") -> Holding:
+    def match(self, tokens: Sequence[int], salt: bytes = b"") -> SequencePages:
         """Hold the pages of the longest prefix that every group has, as far as the token after it reads them.
 
         The prefix is of whole pages and leaves one token at least, to draw the next from. Only what was published under
@@ -158,7 +158,7 @@ class Pages:
                 group.hold(page)
         if last is not None:
             last.uses += 1
-        holding = Holding(tables, salt, last, length, self.size)
+        holding = SequencePages(tables, salt, last, length, self.size)
         self._holdings.add(holding)
         return holding
 
@@ -180,7 +180,7 @@ class Pages:
             parent = prefix
         return path, length
 
-    def room(self, holding: Holding) -> int:
+    def room(self, holding: SequencePages) -> int:
         """Return the most tokens in all that `extend` would give room now."""
         self._free_unread(holding)
         return min(
@@ -188,7 +188,7 @@ class Pages:
             for group, table in zip(self._groups, holding.tables, strict=True)
         )
 
-    def extend(self, holding: Holding, tokens: int) -> bool:
+    def extend(self, holding: SequencePages, tokens: int) -> bool:
         """Give room for so many tokens in all, or return False and give none.
 
         Frees first the pages that token `holding.tokens`, the next to be written, cannot read. To have room, cached
@@ -202,7 +202,9 @@ class Pages:
         holding.tokens = max(holding.tokens, tokens)
         return True
 
-    def has_room(self, holding: Holding, tokens: int, spare: int = 0, without: Collection[Holding] = ()) -> bool:
+    def has_room(
+        self, holding: SequencePages, tokens: int, spare: int = 0, without: Collection[SequencePages] = ()
+    ) -> bool:
         """Return whether a sequence could come to so many tokens, and leave `spare` pages in each group.
 
         Pages that only the holdings in `without` hold count as free.
@@ -215,7 +217,7 @@ class Pages:
                 return False
         return True
 
-    def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
+    def publish(self, holding: SequencePages, tokens: Sequence[int]) -> None:
         """Let others find the whole pages among the sequence's first tokens, whose keys must have been dispatched."""
         for index in range(holding.published, len(tokens) // self.size):
             parent = holding.prefix
@@ -238,7 +240,7 @@ class Pages:
                 parent.uses -= 1
             holding.prefix, holding.published = prefix, index + 1
 
-    def release(self, holding: Holding) -> None:
+    def release(self, holding: SequencePages) -> None:
         """Give back all pages. Raises KeyError for a holding that was released."""
         self._holdings.remove(holding)
         self.returns += 1
@@ -250,7 +252,7 @@ class Pages:
             holding.prefix.uses -= 1
             self._prune(holding.prefix)
 
-    def _free_unread(self, holding: Holding) -> None:
+    def _free_unread(self, holding: SequencePages) -> None:
         for group, table in zip(self._groups, holding.tables, strict=True):
             index = min(group.first_read(holding.tokens, self.size), len(table)) - 1
             while index >= 0 and table[index]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxlm.inference.cache_memory import cache_size
-from jaxlm.inference.generation import Chunk
+from jaxlm.inference.generation import Chunk, Token
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.programs import GREEDY, EnginePrograms, compiled_draw, compiled_gather, compiled_step
 from jaxlm.inference.ragged_step import Batch, StepResults
@@ -38,14 +38,6 @@ class PendingStep:
     hidden_QD: jax.Array | None
 
 
-class TokenDrawn(NamedTuple):
-    """One token, its ln p, and ids and ln p of the likeliest ones, as far as they were asked for."""
-
-    token: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
-
-
 class Reading(NamedTuple):
     """The results of a step on the host, by the id of the generation.
 
@@ -53,7 +45,7 @@ class Reading(NamedTuple):
     `scores`: of the rows of a chunk, where they were asked for.
     """
 
-    tokens: dict[int, TokenDrawn]
+    tokens: dict[int, Token]
     hidden: dict[int, np.ndarray]
     scores: dict[int, "Scores"]
 
@@ -194,7 +186,7 @@ class Runner:
         tokens, hidden, scores = {}, {}, {}
         for index, shard in enumerate(step.plan.shards):
             for draw, generation in enumerate(shard.draws, index * step.shape.decode):
-                tokens[generation.id] = _token_drawn(drawn, draw)
+                tokens[generation.id] = _token(drawn, draw)
                 if hidden_QD is not None:
                     hidden[generation.id] = hidden_QD[draw]
             first = index * step.shape.tiles * TILE
@@ -292,12 +284,12 @@ def _scored_rows(chunk: Chunk) -> range:
     return range(max(chunk.start, request.scores_from), min(chunk.stop, prompt - (request.following is None)))
 
 
-def _token_drawn(drawn: Drawn, at: int) -> TokenDrawn:
-    """Return one draw, from arrays on the host."""
+def _token(drawn: Drawn, at: int) -> Token:
+    """Return one of the tokens of a step, from arrays on the host."""
     if math.isnan(logprob := float(drawn.logprob[at])):
-        return TokenDrawn(int(drawn.token[at]), None, ())
+        return Token(int(drawn.token[at]))
     asked = zip(drawn.top_ids[at].tolist(), drawn.top_logprobs[at].tolist(), strict=True)
-    return TokenDrawn(int(drawn.token[at]), logprob, tuple((id, ln_p) for id, ln_p in asked if id != NO_TOKEN))
+    return Token(int(drawn.token[at]), logprob, tuple((id, ln_p) for id, ln_p in asked if id != NO_TOKEN))
 
 
 def _write_run(

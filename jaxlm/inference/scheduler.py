@@ -6,7 +6,6 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.generation import Chunk, EndReason, Generation
@@ -80,14 +79,6 @@ class _Rows:
         tables = tuple(tuple(table[:] for table in generation.holding.tables) for generation in self.generations)
         slots = tuple(generation.slot for generation in self.generations)
         return ShardPlan(tuple(self.decode), tuple(self.positions), tuple(self.chunks), slots, tables)
-
-
-class Draw(NamedTuple):
-    """A token that a generation has drawn, and its end if this is the last. An id among its `ends` is not kept."""
-
-    generation: Generation
-    token: int
-    end: EndReason | None
 
 
 class Scheduler:
@@ -256,9 +247,11 @@ class Scheduler:
         self._planned = tuple(generation for each in rows for generation in each.generations)
         return StepPlan(tuple(each.planned() for each in rows)) if self._planned else None
 
-    def commit(self, plan: StepPlan, drawn: Mapping[int, int]) -> list[Draw]:
-        """Take the tokens that a step has drawn, by id; those of generations that have ended are dropped."""
-        draws = []
+    def commit(self, plan: StepPlan, drawn: Mapping[int, int]) -> list[Generation]:
+        """Take the token ids that a step has drawn, by the id of the generation, and return the generations that took
+        theirs: those that had ended drop it. An id among the `ends` of a generation ends it and is none of its
+        tokens."""
+        generations = []
         for generation in plan.draws:
             if generation.end:
                 continue
@@ -273,8 +266,8 @@ class Scheduler:
             if end:
                 self._publish(generation)
                 self._end(generation, end)
-            draws.append(Draw(generation, token, end))
-        return draws
+            generations.append(generation)
+        return generations
 
     def _admit(self, generation: Generation, later: deque[Generation]) -> bool:
         """Let one begin, and be the first of `later`, if a shard has a slot and room for what it has to read.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlm.inference.engine import Engine, EngineEvent
+from jaxlm.inference.engine import Engine, Event
 from jaxlm.inference.generation import EndReason
 from jaxlm.inference.requests import Request
 
@@ -89,7 +89,7 @@ class EventStream:
         self._open: dict[int, int] = {}  # ids by index
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
-        self._events: deque[tuple[int, EngineEvent] | Exception] = deque()
+        self._events: deque[tuple[int, Event] | Exception] = deque()
 
     async def __aenter__(self) -> "EventStream":
         return self
@@ -100,7 +100,7 @@ class EventStream:
     def __aiter__(self) -> "EventStream":
         return self
 
-    async def __anext__(self) -> tuple[int, EngineEvent]:
+    async def __anext__(self) -> tuple[int, Event]:
         while self._open:
             while not self._events:
                 self._ready.clear()
@@ -126,7 +126,7 @@ class EventStream:
         self._service._cancel(self._open.values())
         self._open.clear()
 
-    def _put(self, found: Iterable[tuple[int, EngineEvent] | Exception]) -> None:
+    def _put(self, found: Iterable[tuple[int, Event] | Exception]) -> None:
         """Take events, in the thread of the reader."""
         self._events.extend(found)
         self._ready.set()
@@ -288,9 +288,9 @@ class EngineService:
                 self._ended, self._resting = self._beat, False
             return not (self._closing and self.engine.is_idle)
 
-    def _deliver(self, events: Sequence[EngineEvent]) -> None:
+    def _deliver(self, events: Sequence[Event]) -> None:
         now = time.monotonic()
-        found: dict[EventStream, list[tuple[int, EngineEvent]]] = {}
+        found: dict[EventStream, list[tuple[int, Event]]] = {}
         with self._wake:
             for event in events:
                 listener = self._listeners.get(event.id)
@@ -310,7 +310,7 @@ class EngineService:
         for loop, batches in loops.items():
             _call(loop, _put_all, batches)
 
-    def _observe(self, listener: _Listener, event: EngineEvent, now: float) -> None:
+    def _observe(self, listener: _Listener, event: Event, now: float) -> None:
         seconds, listener.since = now - listener.since, now
         if listener.has_drawn:
             self._observer.next_token(seconds)
@@ -338,7 +338,7 @@ class EngineService:
             self._on_failure()
 
 
-def _put_all(batches: Iterable[tuple[EventStream, list[tuple[int, EngineEvent]]]]) -> None:
+def _put_all(batches: Iterable[tuple[EventStream, list[tuple[int, Event]]]]) -> None:
     for stream, batch in batches:
         stream._put(batch)
 

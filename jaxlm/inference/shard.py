@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxlm.inference.generation import Generation
-from jaxlm.inference.pages import Holding, Pages
+from jaxlm.inference.pages import Pages, SequencePages
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,7 @@ class Admission:
     """
 
     shard: "Shard"
-    holding: Holding
+    holding: SequencePages
     victims: int | None
     is_early: bool
 
@@ -66,7 +66,7 @@ class Shard:
                 return Admission(self, holding, count, False)
         return Admission(self, holding, None, False)
 
-    def _reads_next_page_of(self, generation: Generation, holding: Holding) -> bool:
+    def _reads_next_page_of(self, generation: Generation, holding: SequencePages) -> bool:
         end = holding.tokens + self.pages.size
         return end < len(generation.shareable) and any(
             other.holding.published * self.pages.size < end <= len(other.tokens)
@@ -76,7 +76,7 @@ class Shard:
             for other in self.admitted
         )
 
-    def begin(self, generation: Generation, holding: Holding) -> None:
+    def begin(self, generation: Generation, holding: SequencePages) -> None:
         """Give a generation a slot and its pages, of which the first are read."""
         if not generation.preemptions:
             generation.cached = holding.tokens

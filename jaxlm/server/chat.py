@@ -9,16 +9,17 @@ from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import MAX_LOGPROBS
+from jaxlm.server.answers.answer_formats import form_of
 from jaxlm.server.answers.calls import FORMATS, CalledFunction
-from jaxlm.server.answers.forms import form_of
 from jaxlm.server.answers.text import with_controls
 from jaxlm.server.events import Streamed
 from jaxlm.server.messages import MessageBody, ToolBody, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import DrawingBody, RequestBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.texts import AskedAnswer, AskedTexts, TextDelta, Texts, TokenShown, Usage
+from jaxlm.server.texts import AnswerOptions, CompletionRequest, CompletionStream, TextDelta, Usage
 
 _OLD = "tools and tool_choice say the same"
 _NO_AUDIO = "the models here read and write text"
@@ -201,7 +202,7 @@ async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> Ch
         return await _whole(served, texts, head)
 
 
-def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> Texts:
+def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStream:
     sampling, options = body.sampling(served.sampling, body.asked_logprobs), drawing(body)
     tools, template = body.shown_tools, template_of(served, body.chat_template_kwargs, body.reasoning_effort)
     form, names = form_of(template.source), [tool.function.name for tool in tools]
@@ -214,18 +215,18 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> Texts:
         )
     prompt, answer = encoded(template, body.messages, tools), None
     if form:
-        answer = AskedAnswer(form, names, body.parallel_tool_calls is not False, prompt_end(served, prompt))
+        answer = AnswerOptions(form, names, body.parallel_tool_calls is not False, prompt_end(served, prompt))
         if body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice):
             chosen = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
             begun = form.opening(names[0] if len(names) == 1 else chosen, answer.prompt_end)
             answer, prompt = answer._replace(begun=begun), [*prompt, *with_controls(served.tokenizer, begun)]
     if not body.ignore_eos:
         options["ends"] = (*options["ends"], *template.ends)
-    asked = AskedTexts([prompt], body.most_tokens, sampling, is_answer=True, answer=answer, **options)
-    return Texts(served, caller, asked)
+    asked = CompletionRequest([prompt], body.most_tokens, sampling, is_answer=True, answer=answer, **options)
+    return CompletionStream(served, caller, asked)
 
 
-async def _whole(served: ServedModel, texts: Texts, head: dict[str, Any]) -> ChatAnswer:
+async def _whole(served: ServedModel, texts: CompletionStream, head: dict[str, Any]) -> ChatAnswer:
     pieces: list[list[TextDelta]] = [[] for _ in range(texts.count)]
     async for delta in texts.deltas():
         pieces[delta.index].append(delta)
@@ -257,7 +258,7 @@ def _call(call: CalledFunction) -> ToolCall:
 
 
 async def _chunks(
-    served: ServedModel, texts: Texts, head: dict[str, Any], includes_usage: bool
+    served: ServedModel, texts: CompletionStream, head: dict[str, Any], includes_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     usage = {"usage": None} if includes_usage else {}
     has_logprobs = texts.asked.sampling.logprobs is not None
@@ -284,7 +285,7 @@ async def _chunks(
         yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": texts.usage}
 
 
-def _logprobs(served: ServedModel, tokens: list[TokenShown]) -> ChatLogprobs:
+def _logprobs(served: ServedModel, tokens: list[Token]) -> ChatLogprobs:
     def likely(id: int, logprob: float) -> LikelyToken:
         content = served.token_bytes(id)
         return {"token": content.decode(errors="replace"), "bytes": list(content), "logprob": logprob}

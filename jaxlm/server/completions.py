@@ -10,12 +10,13 @@ from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import MAX_LOGPROBS
 from jaxlm.server.events import Streamed
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import DrawingBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.texts import AskedTexts, TextDelta, Texts, TokenShown, Usage
+from jaxlm.server.texts import CompletionRequest, CompletionStream, TextDelta, Usage
 
 _MAX_TOKENS = 16  # as OpenAI's API has it
 
@@ -80,7 +81,7 @@ async def complete(served: ServedModel, caller: Caller, body: CompletionBody) ->
         return await answer.whole()
 
 
-def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[Texts, list[str]]:
+def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[CompletionStream, list[str]]:
     """Return what is asked for, and the prompts as texts for `echo`."""
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if not max_tokens and not body.echo:
@@ -102,14 +103,14 @@ def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[T
         echoed = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     sampling = body.sampling(served.sampling, body.logprobs)
     scores = bool(body.echo) and body.logprobs is not None
-    asked = AskedTexts(encoded, max_tokens, sampling, scores=scores, **drawing(body))
-    return Texts(served, caller, asked), echoed
+    asked = CompletionRequest(encoded, max_tokens, sampling, scores=scores, **drawing(body))
+    return CompletionStream(served, caller, asked), echoed
 
 
 class _Completion:
     """The answer to a request, whole or in chunks."""
 
-    def __init__(self, served: ServedModel, body: CompletionBody, texts: Texts, shown: list[str]):
+    def __init__(self, served: ServedModel, body: CompletionBody, texts: CompletionStream, shown: list[str]):
         self._texts, self._shown = texts, shown
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -154,7 +155,7 @@ class _Completion:
             self._begun.add(index)
             text = self._shown[index // self._texts.asked.n] + text
             if logprobs:
-                logprobs.add(TokenShown(self._texts.asked.prompts[index // self._texts.asked.n][0], None, ()))
+                logprobs.add(Token(self._texts.asked.prompts[index // self._texts.asked.n][0]))
                 for token in self._texts.prompt_scores[index]:
                     logprobs.add(token)
         if logprobs and delta.token:
@@ -174,9 +175,9 @@ class _Logprobs:
         self._served, self._top, self._offset = served, top, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._controls = frozenset(served.tokenizer.controls.values())
-        self._tokens: list[tuple[TokenShown, int]] = []
+        self._tokens: list[tuple[Token, int]] = []
 
-    def add(self, token: TokenShown) -> None:
+    def add(self, token: Token) -> None:
         """Add a token. Names of control tokens are not part of the text."""
         content = b"" if token.id in self._controls else self._served.token_bytes(token.id)
         if content and content[0] & 0xC0 != 0x80:  # a character begins: the one before is whole, or never will be
@@ -194,7 +195,7 @@ class _Logprobs:
             "text_offset": [offset for _, offset in taken],
         }
 
-    def _likeliest(self, token: TokenShown) -> dict[str, float] | None:
+    def _likeliest(self, token: Token) -> dict[str, float] | None:
         """Return the likeliest tokens, and the token itself; of several with one name the likeliest."""
         if token.logprob is None:
             return None

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxlm.server.refusals import Refusal
-from jaxlm.server.texts import Texts
+from jaxlm.server.texts import CompletionStream
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ class Streamed:
     """An answer in chunks of JSON, drawn from `texts`. A `type` of a chunk, as those of /v1/responses have it, is the
     name of its event; then nothing follows the last."""
 
-    texts: Texts
+    texts: CompletionStream
     chunks: AsyncIterator[Mapping[str, Any]]
 
 

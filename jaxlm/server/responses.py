@@ -9,13 +9,13 @@ from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from jaxlm.server.answers.forms import form_of
+from jaxlm.server.answers.answer_formats import form_of
 from jaxlm.server.events import Streamed
 from jaxlm.server.messages import MessageBody, TextPart, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import RequestBody, SamplingBody, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.texts import AskedAnswer, AskedTexts, Texts
+from jaxlm.server.texts import AnswerOptions, CompletionRequest, CompletionStream
 
 _NO_MEMORY = "nothing is stored; send the whole conversation"
 _NO_TOOLS = "tools are those of /v1/chat/completions alone"
@@ -167,7 +167,7 @@ async def respond(served: ServedModel, caller: Caller, body: ResponsesBody) -> R
     return answer.whole()
 
 
-def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Texts:
+def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> CompletionStream:
     messages = [MessageBody(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         messages.append(MessageBody(role="user", content=body.input))
@@ -177,7 +177,7 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Texts:
         raise Refusal("input is empty; say something", param="input")
     template = template_of(served, effort=body.reasoning and body.reasoning.effort)
     form, prompt = form_of(template.source), encoded(template, messages)
-    asked = AskedTexts(
+    asked = CompletionRequest(
         [prompt],
         body.max_output_tokens,
         body.sampling(served.sampling, None),
@@ -185,9 +185,9 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Texts:
         ends=template.ends,
         salt=body.cache_salt,
         is_answer=True,
-        answer=form and AskedAnswer(form, prompt_end=prompt_end(served, prompt)),
+        answer=form and AnswerOptions(form, prompt_end=prompt_end(served, prompt)),
     )
-    return Texts(served, caller, asked)
+    return CompletionStream(served, caller, asked)
 
 
 def _content(item: ResponseItem) -> str | list[TextPart]:
@@ -199,7 +199,7 @@ def _content(item: ResponseItem) -> str | list[TextPart]:
 class _Response:
     """An answer while it is drawn."""
 
-    def __init__(self, served: ServedModel, body: ResponsesBody, texts: Texts):
+    def __init__(self, served: ServedModel, body: ResponsesBody, texts: CompletionStream):
         self._body, self._texts = body, texts
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created, self._model = int(time.time()), served.name

@@ -153,7 +153,7 @@ class DrawingBody(SamplingBody):
     ignore_eos: bool | None = None
     """The model's own ids that end a text end none: it has `max_tokens` tokens, but for `stop` and `stop_token_ids`."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """Texts with a smaller one are drawn sooner, and the others wait, or begin again later (0)."""
+    """CompletionStream with a smaller one are drawn sooner, and the others wait, or begin again later (0)."""
     cache_salt: str | None = None
     """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
 
@@ -167,7 +167,7 @@ class DrawingBody(SamplingBody):
 
 
 def drawing(body: DrawingBody) -> dict[str, Any]:
-    """Return what a body says of how many texts are drawn and what ends them, as `AskedTexts` has it."""
+    """Return what a body says of how many texts are drawn and what ends them, as `CompletionRequest` has it."""
     return {
         "n": body.n or 1,
         "seed": body.seed,

@@ -11,12 +11,13 @@ from typing_extensions import TypedDict
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.continuation import ContinuationText
-from jaxlm.inference.engine import EngineEvent
+from jaxlm.inference.engine import Event
+from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import Request, Sampling, check_biases, check_prompts
 from jaxlm.inference.runner import Scores
 from jaxlm.inference.service import EventStream
+from jaxlm.server.answers.answer_formats import AnswerFormat
 from jaxlm.server.answers.calls import CalledFunction
-from jaxlm.server.answers.forms import AnswerForm
 from jaxlm.server.answers.text import AnswerText
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.served import Caller, ServedModel
@@ -40,7 +41,7 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-class AskedAnswer(NamedTuple):
+class AnswerOptions(NamedTuple):
     """The form in which the model writes answers, and what they may hold.
 
     Attributes:
@@ -50,7 +51,7 @@ class AskedAnswer(NamedTuple):
       begun: what the answer begins with, as the end of the prompt.
     """
 
-    form: AnswerForm
+    form: AnswerFormat
     names: Collection[str] = ()
     parallel: bool = True
     prompt_end: str = ""
@@ -58,7 +59,7 @@ class AskedAnswer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AskedTexts:
+class CompletionRequest:
     """Prompts to continue, and how.
 
     Attributes:
@@ -85,16 +86,8 @@ class AskedTexts:
     priority: int = 0
     salt: str | None = None
     is_answer: bool = False
-    answer: AskedAnswer | None = None
+    answer: AnswerOptions | None = None
     scores: bool = False
-
-
-class TokenShown(NamedTuple):
-    """A token with its ln p, and the likeliest ones with theirs, as far as the request asks for them."""
-
-    id: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
 
 
 class TextDelta(NamedTuple):
@@ -104,13 +97,13 @@ class TextDelta(NamedTuple):
 
     index: int
     text: str
-    token: TokenShown | None
+    token: Token | None
     finish_reason: str | None
     thought: str = ""
     calls: tuple[CalledFunction, ...] = ()
 
 
-class Texts:
+class CompletionStream:
     """The continuations of a request: `n` of its first prompt, then of the next. A context, which submits them, and
     cancels at its end what has not ended.
 
@@ -122,7 +115,7 @@ class Texts:
         first delta is there; empty unless they are asked for.
     """
 
-    def __init__(self, served: ServedModel, caller: Caller, asked: AskedTexts):
+    def __init__(self, served: ServedModel, caller: Caller, asked: CompletionRequest):
         self.served, self.asked = served, asked
         engine, count = served.service.engine, len(asked.prompts) * asked.n
         if count > engine.settings.max_queued:
@@ -162,7 +155,7 @@ class Texts:
         self._texts = [_text_of(served, request, asked) for request in self._requests]
         self._called: set[int] = set()
         self._scored = [_PromptScores(len(request.prompt)) for request in self._requests] if asked.scores else []
-        self.prompt_scores: list[list[TokenShown]] = [[] for _ in self._requests]
+        self.prompt_scores: list[list[Token]] = [[] for _ in self._requests]
         self._prompt_tokens = sum(map(len, asked.prompts))
         self._cached_tokens = self._completion_tokens = self._reasoning_tokens = 0
         self._stream: EventStream | None = None
@@ -173,7 +166,7 @@ class Texts:
             self._requests, seeds=self._seeds, priority=self.asked.priority, salt=self._salt
         )
 
-    async def __aenter__(self) -> "Texts":
+    async def __aenter__(self) -> "CompletionStream":
         if self._stream is None:
             self.begin()
         return self
@@ -217,21 +210,21 @@ class Texts:
                 self._begin(index, event)
             yield self._delta(index, event)
 
-    def _begin(self, index: int, event: EngineEvent) -> None:
+    def _begin(self, index: int, event: Event) -> None:
         if index % self.asked.n == 0:
             self._cached_tokens += event.cached
         if self._scored:
             prompt = self.asked.prompts[index // self.asked.n]
             self.prompt_scores[index] = self._scored[index].shown(prompt, bool(self.asked.sampling.logprobs))
 
-    def _delta(self, index: int, event: EngineEvent) -> TextDelta:
+    def _delta(self, index: int, event: Event) -> TextDelta:
         if self.asked.max_tokens == 0:
             return TextDelta(index, "", None, "length")
         text, end, piece, token = self._texts[index], event.end, "", None
         if event.token is not None:
             self._completion_tokens += 1
-            token = TokenShown(event.token, event.logprob, event.top)
-            piece = text.add(event.token)
+            token = event.token
+            piece = text.add(token.id)
         if end and not text.stopped:
             piece += text.rest()
         thought, calls = text.taken() if isinstance(text, AnswerText) else ("", ())
@@ -247,7 +240,7 @@ class Texts:
         return TextDelta(index, piece, token, finish_reason, thought, calls)
 
 
-def _text_of(served: ServedModel, request: Request, asked: AskedTexts) -> ContinuationText | AnswerText:
+def _text_of(served: ServedModel, request: Request, asked: CompletionRequest) -> ContinuationText | AnswerText:
     if asked.answer:
         form, names, _, prompt_end, begun = asked.answer
         return AnswerText(served.tokenizer, request, form, names, prompt_end, begun)
@@ -268,10 +261,10 @@ class _PromptScores:
         self._logprob[rows], self._best[rows] = scores.logprob, scores.likeliest
         self._best_logprob[rows] = scores.likeliest_logprob
 
-    def shown(self, prompt: Sequence[int], likeliest: bool) -> list[TokenShown]:
+    def shown(self, prompt: Sequence[int], likeliest: bool) -> list[Token]:
         """Return each token after the first with its log-probability, and the likeliest one if asked."""
         rows = zip(prompt[1:], self._logprob.tolist(), self._best.tolist(), self._best_logprob.tolist(), strict=False)
-        return [TokenShown(id, ln_p, ((best, most),) if likeliest else ()) for id, ln_p, best, most in rows]
+        return [Token(id, ln_p, ((best, most),) if likeliest else ()) for id, ln_p, best, most in rows]
 
 
 def _check(served: ServedModel, prompt: Sequence[int], max_tokens: int, where: str) -> None:

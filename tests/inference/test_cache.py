@@ -179,7 +179,7 @@ def test_the_engine_keeps_the_state_of_each_sequence():
         asked = {engine.submit(Request(prompt, 48, Sampling(temperature=0.0))): prompt for prompt in prompts}
         found, cached = {id: [] for id in asked}, {}
         for event in engine.run():
-            found[event.id].append(event.token)
+            found[event.id].append(event.token.id)
             cached[event.id] = event.cached
         for id, prompt in asked.items():
             logits = model_fixtures.full_logits(graph, parameters, prompt + found[id], 160)

@@ -12,7 +12,7 @@ from engine_fixtures import SMALL, WrittenEngine, drawn
 
 from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.inference.completion import Completer, Completion, Piece, completions, in_order
+from jaxlm.inference.completion import Completer, Completion, TextChunk, completions, in_order
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling, fitting_tokens, sampled
 from jaxlm.models import tree
@@ -148,7 +148,10 @@ def test_texts_that_are_read_in_turns_are_their_own_and_one_left_alone_ends(comp
 
 
 def test_pieces_come_row_by_row():
-    a, b = [Piece(0, 1, "a"), Piece(0, None, "", "stop")], [Piece(1, 2, "b"), Piece(1, None, "", "length")]
+    a, b = (
+        [TextChunk(0, 1, "a"), TextChunk(0, None, "", "stop")],
+        [TextChunk(1, 2, "b"), TextChunk(1, None, "", "length")],
+    )
     for order in set(itertools.permutations("aabb")):
         left = {"a": iter(a), "b": iter(b)}
         assert [*in_order(next(left[row]) for row in order)] == [*a, *b]

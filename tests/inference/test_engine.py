@@ -97,7 +97,7 @@ def served(engine, asked, **options):
     for event in engine.run():
         assert event.error is None
         if event.token is not None:
-            found[event.id].append((event.token, event.hidden.tobytes()))
+            found[event.id].append((event.token.id, event.hidden.tobytes()))
     check_pages(engine)
     assert not engine.pages_held
     assert [len(found[id]) for id in ids] == [request.max_tokens for request in asked]
@@ -184,7 +184,7 @@ def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
             engine.cancel(id)
         for event in engine.step():
             if event.token is not None:
-                found[event.id].append(event.token)
+                found[event.id].append(event.token.id)
         check_pages(engine)
     assert not engine.pages_held and cancelled
     for id, request in list(zip(ids, asked, strict=True))[:6]:
@@ -202,7 +202,7 @@ def test_each_option_is_the_request_s_own(engine):
         found = {id: [] for id in ids}
         for event in engine.run():
             if event.token is not None:
-                found[event.id].append((event.token, event.logprob, event.top))
+                found[event.id].append(event.token)
         return [found[id] for id in ids]
 
     def greedy(**options):
@@ -296,7 +296,7 @@ def test_logits_that_are_not_finite_end_one_request_alone():
             errors.append((event.id, event.end))
             assert "not finite" in str(event.error)
         elif event.token is not None:
-            found[event.id].append((event.token, event.hidden.tobytes()))
+            found[event.id].append((event.token.id, event.hidden.tobytes()))
     assert errors == [(bad, "error")] and [found[id] for id in ids] == expected
     check_pages(engine)
     assert not engine.pages_held and served(engine, good[::-1]) == expected[::-1]
@@ -316,7 +316,7 @@ def test_angles_are_of_the_length_that_a_text_may_have(scaling):
     graph, _ = tree.abstract(model)
     for new in (2, 12):
         engine.submit(Request(prompt, new, Sampling(temperature=0.0)))
-        drawn = [event.token for event in engine.run()]
+        drawn = [event.token.id for event in engine.run()]
         read = [*prompt, *drawn[:-1]]
         logits = np.asarray(model_fixtures.full_logits(graph, parameters, read, len(read)))
         assert logits[len(prompt) - 1 :].argmax(axis=-1).tolist() == drawn
@@ -330,4 +330,4 @@ def test_a_published_model_tells_its_story():
     settings = replace(SETTINGS, context=256)
     engine = Engine(model.config, model.parameters, model.mesh, settings, kernels="xla")
     engine.submit(Request(ids[:1], 200, Sampling(temperature=0.0)))
-    assert [event.token for event in engine.run() if event.token is not None] == ids[1:201]
+    assert [event.token.id for event in engine.run() if event.token is not None] == ids[1:201]

@@ -48,7 +48,7 @@ def test_what_is_asked_of_an_engine_is_divided_and_added_up():
         for event in engine.run():
             assert event.error is None
             of = found.setdefault((len(together), ids[event.id]), [])
-            of.append((event.token, event.hidden is not None and event.hidden.tobytes()))
+            of.append((event.token and event.token.id, event.hidden is not None and event.hidden.tobytes()))
             of += [each.tobytes() for each in event.scores[1:]] if event.scores else []
         if together is asked:
             assert engine.pages_cached == 2 and [sum(pages.cached) for pages in engine.pages] == [1, 1]

@@ -10,9 +10,9 @@ import pytest
 from engine_fixtures import SMALL, check_pages
 
 from jaxlm.inference import leader
+from jaxlm.inference.commands import EngineCommand, decode_commands, encode_commands
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling
-from jaxlm.inference.told import Told, message_of, told_by
 from jaxlm.models import tree
 from jaxlm.parallel import processes
 
@@ -20,8 +20,9 @@ from jaxlm.parallel import processes
 def test_requests_come_through_as_they_are():
     sampling = Sampling(0.5, 3, 0.9, logit_bias={7: -1.5}, logprobs=2)
     request = Request((1, 2), 9, sampling, ("a", "ö"), 4, frozenset([5, 3]), True, scores_from=0, hidden=True)
-    told = [Told("submit", 0, request, -2, 11, b"\xff\0".hex()), Told("finish", 0), Told("cancel", 7)]
-    first, *others = told_by(message_of(told))
+    submit = EngineCommand("submit", 0, request, -2, 11, b"\xff\0".hex())
+    told = [submit, EngineCommand("finish", 0), EngineCommand("cancel", 7)]
+    first, *others = decode_commands(encode_commands(told))
     assert others == told[1:] and first._replace(request=None) == told[0]._replace(request=None)
     assert first.request == request._replace(prompt=[1, 2], stop=["a", "ö"], ends=[3, 5])
 

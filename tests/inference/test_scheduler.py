@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxlm.core.errors import InputError
 from jaxlm.inference.pages import PageGroup, Pages
 from jaxlm.inference.requests import Request
-from jaxlm.inference.scheduler import Draw, Full, NeverFits, Scheduler
+from jaxlm.inference.scheduler import Full, NeverFits, Scheduler
 
 VOCABULARY = 5  # small, so that texts share prefixes and meet their ends
 END = 0
@@ -132,9 +132,9 @@ class SimulatedEngine:
             self.flight.append((plan, draws))
             self.plans.append(plan)
         if self.flight and (len(self.flight) > self.ahead or not plan):
-            for draw in self.scheduler.commit(*self.flight.popleft()):
-                assert isinstance(draw, Draw) and draw.generation.end == draw.end
-                self.draws[draw.generation.id].append(draw)
+            committed, draws = self.flight.popleft()
+            for generation in self.scheduler.commit(committed, draws):
+                self.draws[generation.id].append((draws[generation.id], generation.end))
             self.check_pages()
         return plan
 
@@ -160,10 +160,10 @@ class SimulatedEngine:
     def text(self, generation):
         """The tokens that were handed out for a generation, and why it ended."""
         draws = self.draws[generation.id]
-        assert all(draw.end is None for draw in draws[:-1])
-        tokens = [draw.token for draw in draws]
-        if draws and draws[-1].token in generation.ends:
-            assert draws[-1].end == "stop"
+        assert all(end is None for _, end in draws[:-1])
+        tokens = [token for token, _ in draws]
+        if tokens and tokens[-1] in generation.ends:
+            assert draws[-1][1] == "stop"
             tokens.pop()
         assert generation.tokens == [*generation.request.prompt, *tokens] and generation.drawn == len(tokens)
         return tokens, generation.end

@@ -391,7 +391,7 @@ def test_the_engine_goes_on_from_found_prefixes_and_after_preemptions(sizes):
         asked = {engine.submit(Request(prompt, 48, Sampling(temperature=0.0))): prompt for prompt in prompts}
         drawn, cached = {id: [] for id in asked}, {}
         for event in engine.run():
-            drawn[event.id].append(event.token)
+            drawn[event.id].append(event.token.id)
             cached[event.id] = event.cached
         for id, prompt in asked.items():
             expected = model_fixtures.full_logits(graph, parameters, prompt + drawn[id], 160)

@@ -52,7 +52,7 @@ def tokens_alone(served, prompt, max_tokens, sampling=Sampling(temperature=0.8),
     async def run():
         request = Request(prompt, max_tokens, sampling, stream=stream)
         async with served.service.stream([request], seeds=[seed]) as events:
-            return [event.token async for _, event in events if event.token is not None]
+            return [event.token.id async for _, event in events if event.token is not None]
 
     return asyncio.run(run())
 

@@ -9,9 +9,9 @@ from serving import CONTEXT, serving
 
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
-from jaxlm.server.load.asked import Load
+from jaxlm.server.load.client import Answered
 from jaxlm.server.load.figures import figures
-from jaxlm.server.load.sending import Answered
+from jaxlm.server.load.workload import Load
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -13,11 +13,12 @@ from tokenizers import AddedToken
 
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import Request
+from jaxlm.server.answers.answer_formats import HarmonyForm, PlainForm, form_of
 from jaxlm.server.answers.calls import FORMATS, format_of
-from jaxlm.server.answers.forms import HarmonyForm, PlainForm, form_of
+from jaxlm.server.answers.reasoning import THOUGHTS
 from jaxlm.server.answers.text import AnswerText, with_controls
-from jaxlm.server.answers.thoughts import THOUGHTS
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -229,7 +230,7 @@ def written(engine, tokenizer, monkeypatch, text, template=TEMPLATE):
         for event in step():
             at = places[event.id] = places.get(event.id, -1) + 1
             if at < len(tokens):
-                events.append(event._replace(token=tokens[at], end="length" if event.end == "length" else None))
+                events.append(event._replace(token=Token(tokens[at]), end="length" if event.end == "length" else None))
             elif at == len(tokens):
                 engine.cancel(event.id)
                 events.append(event._replace(token=None, end="stop"))

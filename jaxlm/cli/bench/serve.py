@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jaxlm.config import Experiment
-    from jaxlm.server.load.asked import Load
     from jaxlm.server.load.bounds import LoadBounds
-    from jaxlm.server.load.sending import Answered
+    from jaxlm.server.load.client import Answered
+    from jaxlm.server.load.workload import Load
 
 _LOADS = ("random", "shared-prefix")
 _PREFIX = 0.75  # of a prompt, where its prefix is shared and no length is given
@@ -103,8 +103,8 @@ def _measured(
 ) -> tuple[dict[str, Any], bool]:
     """Return the figures, and whether no Ctrl-C ended the load before its end."""
     from jaxlm.cli.progress import counting, working
-    from jaxlm.server.load.sending import checked
-    from jaxlm.server.load.started import started
+    from jaxlm.server.load.client import checked
+    from jaxlm.server.load.local_server import local_server
 
     answered: list[Answered] = []
     is_whole = True
@@ -112,7 +112,7 @@ def _measured(
         url = arguments.url
         if url is None:
             with working("starting a server"):
-                server = started(arguments.run, arguments.overrides, engine.options(arguments))
+                server = local_server(arguments.run, arguments.overrides, engine.options(arguments))
                 url, dtype = until_the_end.enter_context(server)
             execution = experiment.execution.model_copy(update={"dtype": dtype})
             experiment = experiment.model_copy(update={"execution": execution})
@@ -136,7 +136,7 @@ async def _send(
     url: str, key: str | None, name: str | None, load: "Load", vocabulary: int, ended: "Callable[[Answered], None]"
 ) -> None:
     """Send the warm-up, and then what is measured."""
-    from jaxlm.server.load.sending import ServerClient, run
+    from jaxlm.server.load.client import ServerClient, run
 
     texts = load.texts(vocabulary)
     async with ServerClient(url, key) as client:
@@ -190,7 +190,7 @@ def _bounds(on: str | None, experiment: "Experiment", load: "Load", concurrency:
 
 def _load(arguments: argparse.Namespace) -> "Load":
     """Return the load. Raises InputError for options that do not go together, or mean nothing."""
-    from jaxlm.server.load.asked import Load
+    from jaxlm.server.load.workload import Load
 
     shared = arguments.load == "shared-prefix"
     if not shared and (arguments.prefix_tokens is not None or arguments.prefixes is not None):

@@ -7,8 +7,8 @@ from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.requests import Request
 from jaxlm.inference.stop_strings import StopScanner
+from jaxlm.server.answers.answer_formats import AnswerFormat
 from jaxlm.server.answers.calls import AnswerParts, CalledFunction
-from jaxlm.server.answers.forms import AnswerForm
 
 
 class AnswerText:
@@ -24,7 +24,7 @@ class AnswerText:
         self,
         tokenizer: Tokenizer,
         request: Request,
-        form: AnswerForm,
+        form: AnswerFormat,
         names: Collection[str] = (),
         prompt_end: str = "",
         begun: str = "",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.server.load.sending import Answered
+from jaxlm.server.load.client import Answered
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = (90, 99)

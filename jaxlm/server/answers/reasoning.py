@@ -26,7 +26,7 @@ def thoughts_of(template: str) -> ThoughtFormat | None:
     return next((each for each in THOUGHTS.values() if each.start in template and each.end in template), None)
 
 
-class ThoughtReader:
+class ReasoningParser:
     """A reader of an answer's text, piece by piece: what is thought at its beginning, and the rest.
 
     Args:

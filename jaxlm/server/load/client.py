@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from jaxlm.core.errors import InputError, RunFailed, in_one_line
-from jaxlm.server.load.asked import AskedText
+from jaxlm.server.load.workload import LoadRequest
 
 _TIMEOUT_S = 3600.0
 
@@ -55,7 +55,7 @@ class ServerClient:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise InputError(f"--url {self._url} has no model in /v1/models: {_reason(error)}") from None
 
-    async def send(self, model: str, asked: AskedText) -> Answered:
+    async def send(self, model: str, asked: LoadRequest) -> Answered:
         """Ask for one text, as a stream, and return when its parts came."""
         body = {
             "model": model,
@@ -90,7 +90,7 @@ class ServerClient:
 async def run(
     client: ServerClient,
     model: str,
-    texts: Sequence[AskedText],
+    texts: Sequence[LoadRequest],
     times: Sequence[float],
     concurrency: int | None,
     answered: Callable[[Answered], None],
@@ -99,7 +99,7 @@ async def run(
     room = nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
     begun = time.perf_counter()
 
-    async def send(text: AskedText, has_room: asyncio.Event) -> None:
+    async def send(text: LoadRequest, has_room: asyncio.Event) -> None:
         async with room:
             has_room.set()
             answered(await client.send(model, text))

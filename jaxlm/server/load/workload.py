@@ -11,7 +11,7 @@ from jaxlm.core.errors import InputError
 Kind = Literal["random", "shared-prefix"]
 
 
-class AskedText(NamedTuple):
+class LoadRequest(NamedTuple):
     """A prompt of token ids, and how many tokens are to follow it."""
 
     prompt: list[int]
@@ -71,7 +71,7 @@ class Load:
         """The most tokens that a text may have, of prompt and what follows."""
         return self._bounds(self.input_tokens)[1] + self._bounds(self.output_tokens)[1]
 
-    def texts(self, vocabulary: int) -> list[AskedText]:
+    def texts(self, vocabulary: int) -> list[LoadRequest]:
         """Return what is asked for, of token ids below `vocabulary`: first the warm-up."""
         draw = np.random.default_rng([self.seed, 0])
         heads = draw.integers(0, vocabulary, (self.prefixes, self.prefix_tokens))
@@ -80,7 +80,7 @@ class Load:
             read, follow = (int(draw.integers(low, high + 1)) for low, high in map(self._bounds, self._means))
             head = heads[draw.integers(0, self.prefixes)]
             tail = draw.integers(0, vocabulary, read - len(head))
-            found.append(AskedText([*head.tolist(), *tail.tolist()], follow))
+            found.append(LoadRequest([*head.tolist(), *tail.tolist()], follow))
         return found
 
     def times(self) -> list[float]:

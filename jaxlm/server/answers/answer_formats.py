@@ -7,7 +7,7 @@ from typing import Protocol
 from jaxlm.server.answers import harmony
 from jaxlm.server.answers.calls import AnswerParts, CallFormat, CallReader, format_of
 from jaxlm.server.answers.harmony import HarmonyReader
-from jaxlm.server.answers.thoughts import ThoughtFormat, ThoughtReader, thoughts_of
+from jaxlm.server.answers.reasoning import ReasoningParser, ThoughtFormat, thoughts_of
 
 
 class AnswerReader(Protocol):
@@ -27,7 +27,7 @@ class AnswerReader(Protocol):
         ...
 
 
-class AnswerForm(Protocol):
+class AnswerFormat(Protocol):
     """A form in which models write answers."""
 
     def marks(self, names: Collection[str]) -> frozenset[str]:
@@ -65,7 +65,7 @@ class PlainForm:
 
     def reader(self, names: Collection[str], prompt_end: str) -> AnswerReader:
         calls = CallReader(self.calls, names) if self.calls and names else None
-        return _PlainReader(self.thoughts and ThoughtReader(self.thoughts, self._is_inside(prompt_end)), calls)
+        return _PlainReader(self.thoughts and ReasoningParser(self.thoughts, self._is_inside(prompt_end)), calls)
 
     def opening(self, name: str | None, prompt_end: str) -> str:
         assert self.calls is not None
@@ -93,7 +93,7 @@ class HarmonyForm:
         return before if name is None else f"{before}{name}{after}"
 
 
-def form_of(template: str) -> AnswerForm | None:
+def form_of(template: str) -> AnswerFormat | None:
     """Return the form of answers that a chat template shows; None for text alone."""
     if "<|channel|>" in template and "<|message|>" in template:
         return HarmonyForm()
@@ -102,7 +102,7 @@ def form_of(template: str) -> AnswerForm | None:
 
 
 class _PlainReader:
-    def __init__(self, thoughts: ThoughtReader | None, calls: CallReader | None):
+    def __init__(self, thoughts: ReasoningParser | None, calls: CallReader | None):
         self._thoughts, self._calls = thoughts, calls
 
     @property

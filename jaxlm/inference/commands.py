@@ -1,4 +1,4 @@
-"""Messages between the processes of one engine: what was asked of the first, as text."""
+"""Messages between the processes of one engine: calls of the first one's methods, as text."""
 
 import json
 from typing import Any, Literal, NamedTuple
@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 from jaxlm.inference.requests import Request, Sampling
 
 
-class Told(NamedTuple):
-    """A call of an engine's method, for the other processes.
+class EngineCommand(NamedTuple):
+    """A call of a method of the first process's engine, which the others repeat.
 
     Attributes:
       id: of the request that is submitted, cancelled or finished.
@@ -22,15 +22,16 @@ class Told(NamedTuple):
     salt: str = ""
 
 
-def message_of(told: list[Told]) -> str:
-    """Return the text of calls, which `told_by` reads."""
-    return json.dumps([each._replace(request=each.request and _described(each.request)) for each in told])
+def encode_commands(commands: list[EngineCommand]) -> str:
+    """Return commands as the text that `decode_commands` reads."""
+    described = [each._replace(request=each.request and _described(each.request)) for each in commands]
+    return json.dumps(described)
 
 
-def told_by(message: str) -> list[Told]:
-    """Return the calls of a text."""
-    each = [Told(*fields) for fields in json.loads(message)]
-    return [told._replace(request=told.request and _request(told.request)) for told in each]
+def decode_commands(message: str) -> list[EngineCommand]:
+    """Return the commands of a text."""
+    commands = [EngineCommand(*fields) for fields in json.loads(message)]
+    return [each._replace(request=each.request and _request(each.request)) for each in commands]
 
 
 def _described(request: Request) -> Any:

@@ -157,7 +157,8 @@ def test_a_failed_engine_is_told_to_everyone(engine, tokenizer, monkeypatch):
     step = engine.step
 
     def failing():
-        if len(engine._scheduler._admitted) >= 2 and engine._scheduler._admitted[0].drawn > 5:
+        (shard,) = engine._scheduler._shards
+        if len(shard.admitted) >= 2 and shard.admitted[0].drawn > 5:
             raise RuntimeError("the device is lost")
         return step()
 

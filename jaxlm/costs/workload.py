@@ -345,10 +345,9 @@ class Workload:
         at = axes.index(found)
         return (*shape[:at], rows[found](), *shape[at + 1 :])
 
-    @memoized
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
-        return self.rules.stored(axes, shape, self.layout)
+        return _stored(self.rules, self.layout, tuple(axes), tuple(shape))
 
 
 ROWS = ("batch", "draws")  # logical axes of rows
@@ -359,6 +358,11 @@ ROWS = ("batch", "draws")  # logical axes of rows
 def _placed(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None) -> Placement:
     placement = rules.placed(axes, _with_copies(rules, layout, axes, shape, heads), layout, computing=True)
     return tuple(tuple(name for name in over if layout[name] > 1) for over in placement)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _stored(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...]) -> int:
+    return rules.stored(axes, shape, layout)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -105,15 +105,19 @@ def test_no_two_classes_have_one_name():
 REFUSED = {
     "Held": "TensorBinding",
     "LoraRun": "AdaptedWeights",
+    "PagedRuns": "SectionReads",
     "Place": "LayerIndex",
     "Seen": "VisibleFraction",
     "Steps": "TrainStep, TrainPrograms",
     "WeightsSource": "ModelWeights",
+    "WholeTexts": "UnpaddedReads",
     "_Asked": "PlanRequest",
+    "as_asked": "without_kernels_or_padding",
     "jit_steps": "TrainStep.jitted",
     "lora_run": "adapters",
     "make_steps": "TrainStep",
     "paper": "recorder",
+    "steps_of_engine": "by_step_shape",
     "taken_apart": "unstack_layers",
 }
 

@@ -216,7 +216,7 @@ def plan(
     *,
     mesh: str | None = None,
     workload: "Kind" = "train",
-    held: Collection[str] = (),
+    fixed: Collection[str] = (),
 ) -> "Ranking":
     """Count what a step costs on chips that need not be here, without starting a JAX backend.
 
@@ -226,14 +226,14 @@ def plan(
       on: chips, such as "h200-sxm:8" or "tpu-v5e:4x4"; "all:8" ranks 8 chips of each kind in the catalog.
       mesh: axes, such as "fsdp=8,tensor=2", in place of the experiment's; "auto" ranks those that fit.
       workload: a step of training, a prefill or one decoded token of each sequence (`jaxlm.config.SIZE_KEYS`).
-      held: settings that a search leaves as they are, of "microbatches" and "remat".
+      fixed: settings that a search leaves as they are, of "microbatches" and "remat".
 
     Returns plans, the best first, with why chips of the catalog are not among them. Raises InputError where the chips
     are not known or lack a figure, where the mesh does not divide the model, or where no mesh fits.
     """
     from jaxlm.costs.ranking import rank
 
-    return rank(experiment, on, mesh, workload, held)
+    return rank(experiment, on, mesh, workload, fixed)
 
 
 def compile(
@@ -244,7 +244,7 @@ def compile(
     workload: "Kind" = "train",
     fit: bool = False,
     quick: bool = False,
-    held: Collection[str] = (),
+    fixed: Collection[str] = (),
     say: Callable[[str], None] = _silent,
     warn: Callable[[str], None] = warnings.warn,
 ) -> "CompiledStep":
@@ -252,7 +252,7 @@ def compile(
     the CPU.
 
     Args:
-      experiment, on, mesh, workload, held: as in `plan`, but for "auto" and "all".
+      experiment, on, mesh, workload, fixed: as in `plan`, but for "auto" and "all".
       fit: find the largest microbatch and the cheapest rematerialisation that fit, in place of the experiment's.
       quick: search less for a fast program; for TPUs only.
       say: takes a line before each program that is compiled.
@@ -288,6 +288,6 @@ def compile(
     for warning in caught:
         warn(str(warning.message))
     if fit:
-        return compile_fitting(experiment, target, devices, quick, say, held)
+        return compile_fitting(experiment, target, devices, quick, say, fixed)
     say(f"compiling for {target}")
     return report.compile(experiment, workload, target, devices, quick)

@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
                 workload=arguments.workload,
                 fit=arguments.fit,
                 quick=arguments.quick,
-                held=steps.held(arguments),
+                fixed=steps.fixed(arguments),
                 say=say,
                 warn=lambda line: say(f"jaxlm: {line}"),
             )
@@ -127,10 +127,10 @@ def _print_step(report: "Report") -> None:
 
 def _print_held(report: "Report") -> None:
     table = TextTable([*numbers("memory", "of"), *texts("array", "what", "source")], "held at the peak")
-    for held in report.held[:_SHOWN]:
+    for held in report.held_buffers[:_SHOWN]:
         what = held.name if held.array else f"argument {held.name}"
         table.add(units.memory(held.bytes), str(held.count), held.array, what, held.source)
-    if rest := report.held[_SHOWN:]:
+    if rest := report.held_buffers[_SHOWN:]:
         table.add(units.memory(sum(h.bytes for h in rest)), str(sum(h.count for h in rest)), "", "the rest", "")
     _print_table(table)
 

@@ -51,10 +51,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(arguments)
     steps.require("plan", arguments)
-    experiment, held = steps.load(arguments), steps.held(arguments)
+    experiment, fixed = steps.load(arguments), steps.fixed(arguments)
     from jaxlm.costs.ladder import say_replicated
 
-    plans, refused = api.plan(experiment, arguments.on, mesh=arguments.mesh, workload=arguments.workload, held=held)
+    plans, refused = api.plan(experiment, arguments.on, mesh=arguments.mesh, workload=arguments.workload, fixed=fixed)
     if arguments.plot:
         from jaxlm.costs.pictures import draw
 

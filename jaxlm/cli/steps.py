@@ -41,7 +41,7 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     return experiment
 
 
-def held(arguments: argparse.Namespace) -> tuple[str, ...]:
+def fixed(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the settings of a search that the command line gives, and which it therefore leaves as they are."""
     from jaxlm import config
     from jaxlm.costs.search import VARIED

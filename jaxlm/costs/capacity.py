@@ -15,8 +15,7 @@ from jaxlm.parallel.processes import process_count
 if TYPE_CHECKING:
     from jaxlm.costs.counted.memory import Memory
 
-# A step that is counted to need this much more than there is does not run; below, the count may be at fault, and it is
-# said only.
+# A step that by count needs this many times the memory is refused; below, the count may be wrong, and a line says so.
 _CERTAIN = 2
 
 

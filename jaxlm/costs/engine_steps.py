@@ -1,27 +1,28 @@
-"""The steps of the engine that a workload of inference runs: the shape of each, and the pages that its rows read."""
+"""The engine's steps of a workload of inference: their shapes, and the pages that their rows read."""
 
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxlm.inference.step_shapes import TILE, StepShape, StepShapes, fitting, prompt_chunks
-from jaxlm.models.doors.cost import WholeTexts
-from kernels_pallas.paged_attention.costs import PagedRuns
+from jaxlm.models.doors.cost import UnpaddedReads
+from kernels_pallas.paged_attention.costs import SectionReads
 
-Window = int | None  # the last tokens that a token reads; None: all
+Window = int | None  # tokens that a token reads, itself the last; None: all
 
 
 class EngineSteps(NamedTuple):
     """Steps of one shape on one shard of the engine.
 
     Attributes:
-      times: of them.
-      runs: of rows that decode and of tiles of prompts, with the pages of all these steps together.
+      times: the number of steps.
+      sections: rows that decode and tiles of prompts, with the pages that all these steps together read. In steps that
+        read prompts, all rows that decode are padding, and their loop over pages has zero trips.
     """
 
     shape: StepShape
     times: int
-    runs: tuple[PagedRuns | WholeTexts, ...]
+    sections: tuple[SectionReads | UnpaddedReads, ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -30,24 +31,26 @@ def decode_steps(shapes: StepShapes, length: int, page: int, windows: tuple[Wind
     shape = fitting(shapes.all(), shapes.slots, 0)
     token = range(length - 1, length)
     pages = tuple((window, _pages(token, page, window)) for window in windows)
-    return (EngineSteps(shape, 1, (PagedRuns(shape.decode, 1, pages),)),)
+    return (EngineSteps(shape, 1, (SectionReads(shape.decode, 1, pages),)),)
 
 
 @functools.lru_cache(maxsize=1024)
 def prefill_steps(shapes: StepShapes, prompt: int, page: int, windows: tuple[Window, ...]) -> tuple[EngineSteps, ...]:
-    """Return the steps that read a prompt of this many tokens in every slot and draw the token after it, those of one
-    shape together, in the order in which a shape is last run."""
-    together: dict[StepShape, EngineSteps] = {}
+    """Return the steps that read a prompt of this many tokens in every slot and draw the token after each prompt.
+
+    Steps of one shape are one entry; entries are in the order in which their shapes are last run.
+    """
+    by_shape: dict[StepShape, EngineSteps] = {}
     for chunks in _chunks(shapes, prompt):
         step = _prefill_step(shapes, prompt, page, windows, chunks)
-        before = together.pop(step.shape, None)
-        together[step.shape] = step if before is None else _sum(before, step)
-    return tuple(together.values())
+        before = by_shape.pop(step.shape, None)
+        by_shape[step.shape] = step if before is None else _sum(before, step)
+    return tuple(by_shape.values())
 
 
 @functools.lru_cache(maxsize=1024)
 def largest_step(kind: str, shapes: StepShapes, tokens: int, page: int, windows: tuple[Window, ...]) -> EngineSteps:
-    """Return one step, of decoding or of reading prompts: the last one of those with the most rows."""
+    """Return the last of the steps with the most rows, among the steps that decode or those that read prompts."""
     if kind == "decode":
         return decode_steps(shapes, tokens, page, windows)[-1]
     steps = (_prefill_step(shapes, tokens, page, windows, chunks) for chunks in _chunks(shapes, tokens))
@@ -55,35 +58,36 @@ def largest_step(kind: str, shapes: StepShapes, tokens: int, page: int, windows:
 
 
 def _chunks(shapes: StepShapes, prompt: int) -> Iterator[list[range]]:
-    """Yield the chunks of prompts that each step reads."""
+    """Yield for each step the chunks of prompts that the step reads."""
     return prompt_chunks(shapes.slots, prompt, shapes.tiles[-1])
 
 
 def _prefill_step(
     shapes: StepShapes, prompt: int, page: int, windows: tuple[Window, ...], chunks: list[range]
 ) -> EngineSteps:
+    """Return the step that reads these chunks of prompts."""
     tiles = [tile for chunk in chunks for tile in _tiles(chunk)]
     shape = fitting(shapes.all(), sum(chunk.stop == prompt for chunk in chunks), TILE * len(tiles))
     pages = tuple((window, max(_pages(tile, page, window) for tile in tiles)) for window in windows)
-    idle = tuple((window, 0) for window in windows)
-    return EngineSteps(shape, 1, (PagedRuns(shape.decode, 1, idle), PagedRuns(shape.tiles, TILE, pages)))
+    no_pages = tuple((window, 0) for window in windows)  # every row of the decode section is padding
+    return EngineSteps(shape, 1, (SectionReads(shape.decode, 1, no_pages), SectionReads(shape.tiles, TILE, pages)))
 
 
 def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
-    """Return steps of one shape together."""
-    runs = (
+    """Return the steps of two entries with one shape as one entry."""
+    sections = (
         a._replace(pages=tuple((window, m + n) for (window, m), (_, n) in zip(a.pages, b.pages, strict=True)))
-        for a, b in zip(first.runs, second.runs, strict=True)
+        for a, b in zip(first.sections, second.sections, strict=True)
     )
-    return EngineSteps(first.shape, first.times + second.times, tuple(runs))
+    return EngineSteps(first.shape, first.times + second.times, tuple(sections))
 
 
 def _tiles(chunk: range) -> Iterator[range]:
-    """Yield the tiles of a chunk, which begins at a multiple of their rows."""
+    """Yield the tiles of a chunk, whose start is a multiple of TILE."""
     return (chunk[first : first + TILE] for first in range(0, len(chunk), TILE))
 
 
 def _pages(rows: range, page: int, window: Window) -> int:
-    """Return the pages that a run of rows reads, which stand at these positions."""
+    """Return the number of pages that the rows at these positions of a sequence read."""
     first = 0 if window is None else max(rows.start + 1 - window, 0)
     return -(-rows.stop // page) - first // page

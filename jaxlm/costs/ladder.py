@@ -22,8 +22,8 @@ from jaxlm.parallel.layout_choice import describe_axes
 
 @dataclass(frozen=True)
 class Counted:
-    """The counted figures of a run's step, made before it runs. `target` is None for unknown devices; `time` is None
-    too if one of their figures that it needs is unknown."""
+    """The figures of a run's step, counted before the run. `target` is None for unknown devices; `time` is None for
+    unknown devices and for a chip that lacks a figure that times need."""
 
     work: Workload
     flops: Flops
@@ -35,12 +35,12 @@ class Counted:
         """Return the model FLOP utilisation of a step that takes `step_s` seconds; None if the peak is unknown."""
         try:
             return self.target and mfu(self.flops.model, step_s, self.target.chip, self.target.chips, self.work.dtype)
-        except InputError:  # it has no published peak
+        except InputError:  # the chip has no published peak
             return None
 
     @property
     def capacity(self) -> int | None:
-        """Bytes that one device has; None where that is unknown."""
+        """Bytes of memory of one device; None if unknown."""
         return self.target and self.target.chip.device_capacity()
 
     @property
@@ -67,7 +67,7 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
 
 
 def say_counted(counted: Counted) -> str:
-    """One line, before the first step."""
+    """Return the line that is printed before the first step."""
     said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {units.memory(counted.memory.total)} on each device"
     if counted.time is not None:
         said += f", {units.seconds(counted.time.lower_bound)} to {units.seconds(counted.time.upper_bound)} a step"
@@ -80,7 +80,7 @@ def say_counted(counted: Counted) -> str:
 
 
 def say_replicated(work: Workload) -> str | None:
-    """One line where devices compute and hold key/value heads of others too; None where they do not."""
+    """Return a line that says that several devices compute and keep the same key/value heads, or None if none do."""
     if not (replicated := replicated_kv_heads(work)):
         return None
     axes, numbers = work.rules.over("act_heads"), " or ".join(map(str, replicated))
@@ -91,10 +91,10 @@ def say_replicated(work: Workload) -> str | None:
 
 
 def ladder(before: Counted, metrics: Sequence[dict[str, Any]], other_load: float | None = None) -> dict[str, Any]:
-    """The rungs, from the lines of metrics; those of the first steps are left out where there are others.
+    """Return the rungs of a run from its lines of metrics; the first line is left out if there are others.
 
-    FLOPs of a step over the whole job, seconds of a step, bytes on one device (on CPUs: of the process). `other_load`
-    is the share of this machine that other programs kept busy, which slows down steps on a CPU.
+    FLOPs are of a step over the whole job, seconds of a step, and bytes on one device (on CPUs: of the process).
+    `other_load` is the share of this machine that other programs kept busy, which slows down steps on a CPU.
     """
     settled = metrics[1:] or metrics
     step_s = statistics.median(row["step_s"] for row in settled)
@@ -119,13 +119,14 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]], other_load: float
 
 
 def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> dict[str, float]:
-    """Seconds that lie between the napkin's step and the measured one, by cause.
+    """Return the seconds between the napkin's step and the measured step, by cause.
 
-    `attention`, `rematerialisation` and `optimizer`: their products at the peak, as the lower bound counts them.
-    `memory_and_collectives`: what they take beyond products where all overlap: the lower end of what was counted. From
-    there as far as the upper end the seconds are shared in proportion to what that end counts: `products_below_peak`,
-    as they run in a step, and `not_overlapped`, passes between products that nothing hides or fuses, and the step's
-    dispatch. `data_wait`: of each step, as measured. `not_counted`: the rest.
+    `attention`, `rematerialisation` and `optimizer`: the seconds of their products at the peak, as the lower bound
+    counts these products. `memory_and_collectives`: the seconds of the lower bound beyond those of products. The
+    measured seconds between lower and upper bound are divided in proportion to what the upper bound counts:
+    `products_below_peak`, the time of products below the peak, and `not_overlapped`, the time of passes between
+    products, of collectives and of the step's dispatch if nothing overlaps. `data_wait`: the measured wait for data.
+    `not_counted`: the rest.
     """
     first = before.napkin
     if first.step_s is None or before.time is None:

@@ -13,10 +13,12 @@ _TRAINED_BYTES = 16
 
 
 class Napkin(NamedTuple):
-    """A napkin estimate of a step. `flops`: over the whole job. `memory_bytes`: on one device, 16 per parameter in
-    training and the size of one number in inference, and for what is not trained beside adapters. `step_s`: the FLOPs
-    at the chips' peak, or in decoding one read of that memory at its bandwidth; None if the chips or their peak are
-    unknown."""
+    """A napkin estimate of a step.
+
+    `flops`: over the whole job. `memory_bytes`: on one device, 16 per parameter in training, and the size of the dtype
+    in inference and for parameters that adapters leave untrained. `step_s`: the FLOPs at the chips' peak, or in
+    decoding one read of `memory_bytes` at the memory bandwidth; None if the chips or their peak are unknown.
+    """
 
     flops: int
     step_s: float | None
@@ -24,11 +26,11 @@ class Napkin(NamedTuple):
 
 
 def napkin(work: Workload, target: Target | None) -> Napkin:
-    """Estimate a workload; whatever axes shard some parameter are counted to shard all."""
+    """Estimate a workload; each mesh axis that shards some parameter is counted as sharding all of them."""
     each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
     declared, base = work.parameters, work.base
-    held = sum(math.prod(d.shape) * (work.itemsize if path in base else each) for path, d in declared.items())
-    flops, size = napkin_flops(work), held // work.layout.over(work.rules.of_parameters)
+    stored = sum(math.prod(d.shape) * (work.itemsize if path in base else each) for path, d in declared.items())
+    flops, size = napkin_flops(work), stored // work.layout.over(work.rules.of_parameters)
     if target is None:
         return Napkin(flops, None, size)
     if work.kind == "decode":

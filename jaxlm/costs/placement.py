@@ -1,4 +1,4 @@
-"""An experiment on chips that need not be here: its mesh, and a batch that divides over it."""
+"""An experiment on chips that need not be here: its mesh, and a batch that the mesh divides."""
 
 import math
 from dataclasses import replace
@@ -14,14 +14,14 @@ from jaxlm.parallel.rules import RULES, Kind
 
 
 def on_mesh(experiment: Experiment, text: str | None) -> Experiment:
-    """Return the experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own without it. Raises
-    InputError."""
+    """Return the experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own mesh for None.
+    Raises InputError."""
     return experiment if text is None else experiment.model_copy(update={"mesh": parse_mesh(text)})
 
 
 def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
-    """Return the layout of a step on these chips; in inference that of `layout_choice.inference_layout`, on which the
-    step fits in memory.
+    """Return the layout of a step on these chips; in inference the one that `layout_choice.inference_layout`
+    chooses among those on which the step fits in memory.
 
     Raises InputError where the mesh does not divide the chips or, in training, the model and the batch.
     """

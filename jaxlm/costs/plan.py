@@ -23,13 +23,14 @@ from jaxlm.models.doors.cost import Product
 class StepTime:
     """Seconds of a step on each device.
 
-    `compute`: all products at the chip's peak, where a kernel computes attention without the scores that causality and
-    windows hide; `memory`: the least traffic at its bandwidth; `collectives` alone. `lower_bound`: each operation takes
-    the longer of its compute and its least traffic, and collectives run beside them; a row is one document.
-    `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix unit and
-    run as fast as products of that smallest side do in a step where it was measured; so do the passes between products,
-    and what they compute element by element comes on top where the chip's rate of that is known. `below_peak`, a part
-    of the upper bound, is what products take beyond their time, of all scores, at the peak.
+    `compute`: all products at the chip's peak; kernels skip the scores of attention that causality and windows hide.
+    `memory`: the least traffic at the chip's bandwidth. `collectives`: all collectives, one after the other.
+    `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives overlap with
+    the operations; each row is one document. `upper_bound`: nothing overlaps and nothing is fused into products.
+    Products are padded to whole tiles of the matrix unit; products and the passes between them run at the rates that
+    were measured within a step, where there are any; the element-wise FLOPs of passes take additional time if the
+    chip's rate for them is known. `below_peak`: the part of the upper bound that products, all scores included, take
+    beyond their time at the peak.
     """
 
     compute: float
@@ -41,7 +42,7 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """The geometric middle of the bracket: as many times the lower bound as the upper is of it."""
+        """The geometric mean of the lower and the upper bound."""
         return math.sqrt(self.lower_bound * self.upper_bound)
 
     @property
@@ -84,7 +85,7 @@ class Plan:
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """At the geometric middle of the range of prices; None where no price is published."""
+        """The price of a million tokens at the geometric mean of the chip's prices; None if no price is published."""
         return self._usd_per_s and self._usd_per_s / self.tokens_per_s * 1e6
 
     @property
@@ -104,12 +105,12 @@ class Plan:
 
     @property
     def joules_per_token(self) -> float | None:
-        """At the chips' rated power; None where that is not published."""
+        """Energy at the chips' rated power; None if the rated power is not published."""
         watts = self.target.chip.watts
         return watts and watts * self.target.chips / self.tokens_per_s
 
     def row(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the plan as JSON."""
         time, first = self.time, self.napkin
         return {
             "chips": self.target.chips,
@@ -153,8 +154,8 @@ class Plan:
                 return {"time_per_token_s": self.time.expected, **self._of_the_engine()}
 
     def _of_the_engine(self) -> dict[str, Any]:
-        steps = [step.step for step in self.work.steps_of_engine()]
-        shapes = [{"rows": of.shape.rows, "draws": of.shape.decode, "times": of.times} for of in steps]
+        all_steps = [work.engine_steps for work in self.work.by_step_shape()]
+        shapes = [{"rows": each.shape.rows, "draws": each.shape.decode, "times": each.times} for each in all_steps]
         engine = {"sequences_per_shard": self.work.slots, "page": self.work.page, "steps": shapes}
         return {"kv_bytes_per_token": kv_bytes_per_token(self.work), "engine": engine}
 
@@ -179,9 +180,9 @@ def plan(work: Workload, target: Target) -> Plan:
 
 
 def step_time(work: Workload, target: Target) -> StepTime:
-    """The bracket of a step's time."""
+    """Return the bracket of a step's time on each device."""
     chip = target.chip
-    share = 1 / chip.devices_per_chip  # of the chip's rates, that one device has
+    share = 1 / chip.devices_per_chip  # of the chip's rates, for one device
     bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
     passes = share * (chip.pass_bytes_per_s or chip.memory_bytes_per_s)
     compute = at_peak = least = together = apart = products = 0.0
@@ -205,12 +206,12 @@ def step_time(work: Workload, target: Target) -> StepTime:
 
 
 def dtype_of(op: Operation, work: Workload) -> str:
-    """The type that an operation computes in: the products of an optimizer are float32."""
+    """Return the dtype that an operation computes in: the products of an optimizer are float32."""
     return "float32" if op.phase == "optimizer" and op.product else work.dtype
 
 
 def _elementwise_rate(chip: Chip) -> float:
-    """FLOP/s element by element: as measured, or for a GPU as its float32 units multiply or add."""
+    """Return the FLOP/s of element-wise work: as measured, or for a GPU half the peak of its float32 units."""
     if chip.elementwise_flops is not None:
         return chip.elementwise_flops
     # A peak counts a multiplication and an addition at once.
@@ -218,17 +219,17 @@ def _elementwise_rate(chip: Chip) -> float:
 
 
 def _in_tiles(product: Product, chip: Chip) -> int:
-    """FLOPs of a product whose sizes are filled up to whole tiles of the matrix unit."""
+    """Return the FLOPs of a product whose sizes are padded to whole tiles of the matrix unit."""
     if chip.on_chip is None or chip.on_chip.matrix_tile is None:
         return product.flops
     batch, *sizes = product
-    filled = (math.ceil(size / tile) * tile for size, tile in zip(sizes, chip.on_chip.matrix_tile, strict=True))
-    return Product(batch, *filled).flops
+    padded = (math.ceil(size / tile) * tile for size, tile in zip(sizes, chip.on_chip.matrix_tile, strict=True))
+    return Product(batch, *padded).flops
 
 
 def parameter_counts(work: Workload) -> dict[str, int]:
     """Return the number of parameters: in total, active for each token, in the embedding tables, and in training of
-    those that train."""
+    the parameters that train."""
     sizes = {path: math.prod(d.shape) for path, d in work.parameters.items()}
     total = sum(sizes.values())
     tables = sum(sizes[path] for path, d in work.parameters.items() if d.table)
@@ -237,5 +238,5 @@ def parameter_counts(work: Workload) -> dict[str, int]:
 
 
 def mfu(flops: float, seconds: float, chip: Chip, chips: int, dtype: str) -> float:
-    """The share of the chips' peak that these FLOPs in these seconds are."""
+    """Return the rate of these FLOPs in these seconds, as a share of the chips' peak."""
     return flops / (seconds * chips * chip.peak(dtype))

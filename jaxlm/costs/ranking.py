@@ -21,7 +21,7 @@ AUTO = "auto"
 
 
 class Ranking(NamedTuple):
-    """Plans, the best first; and of all chips of the catalog, why others are not among them."""
+    """Plans, the best first, and the reason why each of the other chips of the catalog has none."""
 
     plans: list[Plan]
     refused: dict[str, str]
@@ -31,11 +31,11 @@ class Ranking(NamedTuple):
         return self.plans[0]
 
 
-def rank(experiment: Experiment, on: str, mesh: str | None, kind: Kind, held: Collection[str]) -> Ranking:
+def rank(experiment: Experiment, on: str, mesh: str | None, kind: Kind, fixed: Collection[str]) -> Ranking:
     """Plan a step on chips, or on every chip of the catalog (`all:8`); see `jaxlm.api.plan`."""
     if mesh != AUTO:
         experiment = on_mesh(experiment, mesh)
-    request = PlanRequest(mesh == AUTO, kind, held)
+    request = PlanRequest(mesh == AUTO, kind, fixed)
     name, _, count = on.partition(":")
     if name == "all":
         return request.on_every_chip(experiment, on, count)
@@ -45,14 +45,14 @@ def rank(experiment: Experiment, on: str, mesh: str | None, kind: Kind, held: Co
 
 
 class PlanRequest(NamedTuple):
-    """A request for plans: of meshes that are `searched`, or of the one given; of one kind of step.
+    """A request for plans of one kind of step: on meshes that are `searched`, or on the experiment's mesh.
 
-    `held`: the settings that a search leaves as they are.
+    `fixed`: the settings that a search leaves as they are.
     """
 
     searched: bool
     kind: Kind
-    held: Collection[str]
+    fixed: Collection[str]
 
     def on_every_chip(self, experiment: Experiment, on: str, count: str) -> Ranking:
         """Plan on this number of chips of each kind in the catalog: the best plan of each, and why others have none."""
@@ -65,33 +65,33 @@ class PlanRequest(NamedTuple):
             for item in items:
                 try:
                     done.append(function(item))
-                except InputError as error:  # it does not come in this number, or lacks a figure, the dtype, the memory
+                except InputError as error:  # no such number of chips, or a figure, the dtype or memory is missing
                     refused[str(item)] = str(error)
             return done
 
         targets = each(Target.parse, [f"{id}:{count or 1}" for id in catalog()])
-        # One batch for all: by their time they compare only at the same tokens.
+        # One batch for all chips: times compare only at equal tokens.
         parts = math.lcm(*each(lambda target: self.parts(experiment, target), targets))
         experiment = with_batch(experiment, parts, self.kind)
-        found = each(lambda target: self.on(experiment, target)[0], targets)
-        if not found:
+        plans = each(lambda target: self.on(experiment, target)[0], targets)
+        if not plans:
             first = str(targets[0]) if targets else next(iter(refused))
             raise InputError(f"no chip of the catalog can run this as {on}; the first, {first}: {refused[first]}")
-        return Ranking(sorted(found, key=lambda plan: (not plan.fits, plan.time.expected)), refused)
+        return Ranking(sorted(plans, key=lambda plan: (not plan.fits, plan.time.expected)), refused)
 
     def parts(self, experiment: Experiment, target: Target) -> int:
-        """Return into how many parts the batch is cut on these chips, or may be by a search."""
+        """Return the number of shards of the batch on these chips; in a search, the most that a mesh may have."""
         return target.devices if self.searched else batch_shards(experiment, target, self.kind)
 
     def on(self, experiment: Experiment, target: Target) -> list[Plan]:
-        """Plan on the experiment's mesh, or on those that fit, the best first."""
+        """Return the plan on the experiment's mesh, or those on all meshes that fit, the best first."""
         if not self.searched:
             layout = layout_on(experiment, target, self.kind)
             return [plan(Workload.of(experiment, layout, self.kind), target)]
         work = Workload.of(experiment, kind=self.kind)
-        plans = search(work, target, self.held)
+        plans = search(work, target, self.fixed)
         if not plans:
-            free = "".join(f", or leave out {VARIED[name]}" for name in self.held)
+            free = "".join(f", or leave out {VARIED[name]}" for name in self.fixed)
             raise InputError(
                 f"no mesh of {target} holds this {self.kind} step with a batch of {work.batch} × {work.sequence} "
                 f"tokens; give more chips, or a batch that more meshes divide{free}"

@@ -27,26 +27,26 @@ def layouts(work: Workload, devices: int) -> Iterator[Layout]:
     return layout_choice.layouts(devices, work.rules, fits)
 
 
-def search(work: Workload, target: Target, held: Collection[str] = ()) -> list[Plan]:
-    """Plans of a workload that fit, the fastest first; for training over the `variants` of each mesh."""
-    found = []
+def search(work: Workload, target: Target, fixed: Collection[str] = ()) -> list[Plan]:
+    """Return the plans of a workload that fit, the fastest first; in training those of all `variants` on each mesh."""
+    plans = []
     for layout in layouts(work, target.devices):
-        for candidate in variants(replace(work.on(target.chip), layout=layout), held):
+        for candidate in variants(replace(work.on(target.chip), layout=layout), fixed):
             if memory(candidate).total <= target.chip.device_capacity():
-                found.append(plan(candidate, target))
-    return sorted(found, key=lambda p: p.time.expected)
+                plans.append(plan(candidate, target))
+    return sorted(plans, key=lambda p: p.time.expected)
 
 
-def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
-    """A workload over `microbatches` and `remat`, on its mesh; those of the two that are `held` stay as they are."""
+def variants(work: Workload, fixed: Collection[str] = ()) -> Iterator[Workload]:
+    """Yield a workload with other `microbatches` and `remat` on its mesh; settings named in `fixed` do not vary."""
     if work.kind != "train":
         yield work
         return
     named = dict.fromkeys(device_step(work).recording.names.values())
-    names = tuple(name for name in named if name != "attention")  # its kernel keeps more than that
+    names = tuple(name for name in named if name != "attention")  # its kernel keeps more than its result
     rows = work.batch // work.batch_shards
-    parts = (work.microbatches,) if "microbatches" in held else [2**n for n in range(rows.bit_length())]
-    remats = (work.remat,) if "remat" in held else ("none", names, "full")
+    parts = (work.microbatches,) if "microbatches" in fixed else [2**n for n in range(rows.bit_length())]
+    remats = (work.remat,) if "remat" in fixed else ("none", names, "full")
     for microbatches in parts:
         for remat in remats if rows % microbatches == 0 else ():
             yield replace(work.with_execution(remat=remat), microbatches=microbatches)

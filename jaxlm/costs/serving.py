@@ -14,14 +14,14 @@ _DOUBLINGS = 21
 
 
 class TokenCost(NamedTuple):
-    """The counted cost of a decoding step, of one sequence unless the work has more.
+    """The counted cost of a decoding step.
 
     Attributes:
-      context: tokens that the sequence holds.
-      flops: model FLOPs of one of the sequences.
+      context: tokens of each sequence.
+      flops: model FLOPs of one sequence.
       read_bytes: the least bytes of the step that all devices together read and write: all weights, and the keys and
         values of every sequence.
-      bound_s: the lower bound of its time on these chips; None where they are not known.
+      bound_s: the lower bound of the step's time on these chips; None without chips.
     """
 
     context: int

@@ -17,7 +17,7 @@ from jaxlm.costs.hardware.chips import Chip
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import FEWEST, StepShape, StepShapes
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.doors.cost import WholeTexts
+from jaxlm.models.doors.cost import UnpaddedReads
 from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.tree import Dimensions
@@ -25,34 +25,35 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig
 from jaxlm.training.groups import frozen
-from kernels_pallas.paged_attention.costs import PagedRuns
+from kernels_pallas.paged_attention.costs import SectionReads
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def memoized(method: Callable) -> Callable:
-    """Make a function of an object that has `answers` answer each question about it once: a search asks often."""
+    """Return a method that computes its result once for each object and arguments. The object keeps the results in its
+    `answers`."""
     name = method.__name__
 
     @functools.wraps(method)
-    def answer(self: Any, *question: Any) -> Any:
-        key = name, *question
+    def memoized_method(self: Any, *arguments: Any) -> Any:
+        key = name, *arguments
         if key not in self.answers:
-            self.answers[key] = method(self, *question)
+            self.answers[key] = method(self, *arguments)
         return self.answers[key]
 
-    return answer
+    return memoized_method
 
 
 @dataclass(frozen=True)
 class Workload:
     """One step of training, or the steps of an engine, over the whole job.
 
-    `train` is an optimizer step over `batch` rows of `sequence` tokens. `prefill` are the engine's steps that read
-    `batch` prompts of `sequence` tokens, chunk by chunk, and give the logits behind each. `decode` is its step that
-    reads the last token of each of `batch` sequences of `sequence` tokens. `execution.dtype` is that of forward and
-    backward pass; in training, parameters, accumulated gradients and optimizer state are float32, but for parameters
-    that `lora` adapts or leaves as they are: these are in that dtype.
+    `train` is an optimizer step over `batch` rows of `sequence` tokens. `prefill` stands for the engine's steps that
+    read `batch` prompts of `sequence` tokens, chunk by chunk, and give the logits after each prompt. `decode` is the
+    engine's step that reads the last token of each of `batch` sequences of `sequence` tokens. `execution.dtype` is the
+    dtype of forward and backward pass; in training, parameters, accumulated gradients and optimizer state are float32,
+    except parameters that `lora` adapts or leaves as they are, which stay in `execution.dtype`.
 
     Attributes:
       batch: sequences, over the whole job.
@@ -60,11 +61,12 @@ class Workload:
       platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
         (`kernels_pallas.flash_attention.causal_chunks`).
       optimizer, lora, microbatches, steps, dropout, average: in training alone. `microbatches`: the parts of a batch
-        that follow one another. `steps`: of the run. `dropout`: numbers are dropped. `average`: an average of the
-        parameters is kept with them.
-      page, chunk_tokens, step, is_padded: in inference alone. `page`: tokens of a page. `chunk_tokens`: the most rows
-        of prompts in a step, on each shard. `step`: the steps of one shape that are looked at; the largest where None.
-        `is_padded`: with the rows and keys that the engine computes besides those that are asked for.
+        that follow one another. `steps`: the optimizer steps of the run. `dropout`: whether numbers are dropped.
+        `average`: whether an average of the parameters is kept beside them.
+      page, chunk_tokens, engine_steps, is_padded: in inference alone. `page`: tokens of a page. `chunk_tokens`: the
+        most rows of prompts in a step, on each shard. `engine_steps`: the steps of one shape that this workload is
+        restricted to; None: all steps that its tokens need. `is_padded`: whether padding rows and padding keys of the
+        engine are counted.
     """
 
     kind: Kind
@@ -83,7 +85,7 @@ class Workload:
     average: bool = False
     page: int = EngineSettings.page
     chunk_tokens: int = EngineSettings.chunk_tokens
-    step: EngineSteps | None = None
+    engine_steps: EngineSteps | None = None
     is_padded: bool = True
 
     @classmethod
@@ -108,12 +110,12 @@ class Workload:
         return work
 
     def with_execution(self, **changes: Any) -> "Workload":
-        """The same with other values in its section [execution]."""
+        """Return the workload with other values in its section [execution]."""
         return replace(self, execution=self.execution.model_copy(update=changes))
 
     def representative(self) -> "Workload":
-        """Return the step on a mesh where one axis shards the batch alone: what a device computes depends on the number
-        of the shards of such axes together, and a search asks for it often."""
+        """Return the workload on a mesh where one axis alone shards the batch. What a device computes depends only on
+        the product of the sizes of such axes, so that all meshes of a search with one product share the result."""
         first, *others = self.rules.batch_alone or ("",)
         if not others:
             return self
@@ -135,7 +137,7 @@ class Workload:
 
     @property
     def dtype(self) -> str:
-        """The dtype that it computes in."""
+        """The dtype of forward and backward pass."""
         return self.execution.dtype
 
     @property
@@ -145,7 +147,7 @@ class Workload:
 
     @cached_property
     def answers(self) -> dict[tuple, Any]:
-        """The answers that were given already."""
+        """The results of memoized methods, by method and arguments."""
         return {}
 
     @cached_property
@@ -162,8 +164,8 @@ class Workload:
 
     @property
     def base(self) -> frozenset[str]:
-        """The paths of the parameters that are not trained beside adapters: their only copy is in the dtype of the
-        computation, and they have no state of an optimizer."""
+        """The paths of the parameters that adapters leave untrained: such a parameter has one copy, in the dtype of the
+        computation, and no optimizer state."""
         return frozenset() if self.lora is None else parameters.base(self.model, self.lora)
 
     @property
@@ -173,7 +175,7 @@ class Workload:
 
     @property
     def trainable_numbers(self) -> int:
-        """The numbers of all of these together."""
+        """The number of elements of all `trainable` parameters together."""
         return sum(math.prod(d.shape) for d in self.trainable.values())
 
     @property
@@ -196,21 +198,21 @@ class Workload:
         return f"training.microbatches={self.microbatches} execution.remat={shlex.quote(self.remat_shown)}"
 
     def on(self, chip: Chip) -> "Workload":
-        """The same on a chip: without kernels where they are not compiled for it."""
+        """Return the workload on a chip, without kernels if none are compiled for that chip."""
         if chip.kind == "cpu":
             return self.on_cpu()
         return replace(self, platform=chip.kind) if chip.runs_kernels else self.without_kernels()
 
     def on_cpu(self) -> "Workload":
-        """The same on any CPU."""
+        """Return the workload on any CPU."""
         return replace(self.without_kernels(), platform="cpu")
 
     def without_kernels(self) -> "Workload":
-        """The same of plain JAX, with all of attention's scores."""
+        """Return the workload in plain JAX, which computes all of attention's scores."""
         return replace(self.with_execution(kernels="xla"), platform="gpu")
 
-    def as_asked(self) -> "Workload":
-        """The same of plain JAX, without the padding of an engine: each product as the model has it."""
+    def without_kernels_or_padding(self) -> "Workload":
+        """Return the workload in plain JAX and without the engine's padding: each product with the model's sizes."""
         return replace(self.without_kernels(), is_padded=False)
 
     @property
@@ -230,7 +232,7 @@ class Workload:
 
     @property
     def page_dtype(self) -> str:
-        """The dtype of the pages of an engine: on a CPU it would be widened in each step."""
+        """The dtype of an engine's pages: float32 on a CPU, which would otherwise widen the pages in each step."""
         return "float32" if self.platform == "cpu" else self.dtype
 
     @property
@@ -244,69 +246,72 @@ class Workload:
         return parameters.windows(self.model)
 
     @memoized
-    def steps_of_engine(self) -> tuple["Workload", ...]:
-        """Return the workload of inference once for each shape of the engine's steps, which is its `step`."""
-        if self.step:
+    def by_step_shape(self) -> tuple["Workload", ...]:
+        """Return a workload of inference restricted to each shape of the engine's steps in turn."""
+        if self.engine_steps:
             return (self,)
         if not self.is_padded:
-            texts = WholeTexts(self.slots, self.queries, self.sequence)
-            return (replace(self, step=EngineSteps(StepShape(0, 0, 0), 1, (texts,))),)
-        steps = decode_steps if self.kind == "decode" else prefill_steps
-        return tuple(replace(self, step=step) for step in steps(self.shapes, self.sequence, self.page, self.windows))
+            reads = UnpaddedReads(self.slots, self.queries, self.sequence)
+            return (replace(self, engine_steps=EngineSteps(StepShape(0, 0, 0), 1, (reads,))),)
+        of_kind = decode_steps if self.kind == "decode" else prefill_steps
+        all_steps = of_kind(self.shapes, self.sequence, self.page, self.windows)
+        return tuple(replace(self, engine_steps=steps) for steps in all_steps)
 
     def largest_step(self) -> "Workload":
-        """Return the workload of inference whose `step` is one of the engine's alone: the last of those with the most
-        rows."""
-        return replace(self, step=largest_step(self.kind, self.shapes, self.sequence, self.page, self.windows))
+        """Return a workload of inference restricted to one step of the engine: the last step with the most rows."""
+        largest = largest_step(self.kind, self.shapes, self.sequence, self.page, self.windows)
+        return replace(self, engine_steps=largest)
 
     @property
     def passes(self) -> int:
-        """Forward passes that follow one another: microbatches, or the steps of an engine that have this shape."""
-        return self.microbatches if self.step is None else self.step.times
+        """Forward passes that follow one another: microbatches, or the engine's steps of the one shape."""
+        return self.microbatches if self.engine_steps is None else self.engine_steps.times
 
     @property
     def dispatches(self) -> int:
-        """The programs that are started one after the other: a step of training, or the engine's steps."""
-        if self.kind == "train" or self.step:
-            return 1 if self.step is None else self.step.times
-        return sum(each.step.times for each in self.steps_of_engine())
+        """Programs that are started one after the other: one for a step of training, or one for each engine step."""
+        if self.kind == "train":
+            return 1
+        return sum(work.passes for work in self.by_step_shape())
 
     @memoized
     def rows(self) -> int:
-        """Return the rows on one device at once: its sequences of a microbatch, or all where the mesh does not divide
-        them; in inference those of a step of the engine, or of the tokens alone that are asked for."""
+        """Return the rows on one device at once: its sequences of a microbatch, or all sequences of the microbatch
+        where the mesh does not divide their number; in inference the rows of an engine step, padding included if
+        `is_padded`."""
         if self.kind == "train":
             return self.batch // self.microbatches // self.row_shards()
-        return self._engine_step.shape.rows if self.is_padded else self.slots * self.queries
+        return self._steps_or_largest.shape.rows if self.is_padded else self.slots * self.queries
 
     @memoized
     def draws(self) -> int:
         """Return the rows on one device after which a step of the engine draws tokens; none in training."""
         if self.kind == "train":
             return 0
-        return self._engine_step.shape.decode if self.is_padded else self.slots
+        return self._steps_or_largest.shape.decode if self.is_padded else self.slots
 
     @property
-    def runs(self) -> tuple[PagedRuns | WholeTexts, ...]:
-        """The runs of an engine's rows that read pages, or whole texts."""
-        return self._engine_step.runs
+    def sections(self) -> tuple[SectionReads | UnpaddedReads, ...]:
+        """The sections of an engine step's rows, with what the rows of each section read."""
+        return self._steps_or_largest.sections
 
     @property
-    def _engine_step(self) -> EngineSteps:
-        """The steps of the engine that are looked at: the largest where nobody says which."""
-        return self.step or self.largest_step().step
+    def _steps_or_largest(self) -> EngineSteps:
+        """The engine's steps of the one shape, or the largest step of a workload that is not restricted to a shape."""
+        return self.engine_steps or self.largest_step().engine_steps
 
     @memoized
     def row_shards(self) -> int:
-        """Return the shards of a microbatch; 1 where the mesh does not divide its rows. An engine pads them."""
+        """Return the shards of a microbatch; 1 where the mesh does not divide its rows. An engine pads its batch to
+        equal shards."""
         shards = self.batch_shards
         if self.kind != "train":
             return shards
         return 1 if self.batch // self.microbatches % shards else shards
 
     def placed(self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None) -> Placement:
-        """Return the mesh axes with several devices that shard each dimension of an array while a layer computes.
-        Key/value heads are those with the copies that so many query heads read."""
+        """Return the mesh axes with several devices that shard each dimension of an array while a layer computes. With
+        `num_query_heads`, key/value heads include the copies that this number of query heads reads."""
         return _placed(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
 
     def gathered_over(self, axes: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
@@ -325,35 +330,36 @@ class Workload:
     def shape(
         self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None
     ) -> tuple[int, ...]:
-        """Return the shape of an array with these logical axes on one device while a layer computes, where this one is
-        of a single row: what shards parameters alone is gathered. Key/value heads are those of `placed`."""
+        """Return the shape on one device, while a layer computes, of an array with these logical axes and this shape,
+        which is of a single row. Mesh axes that shard parameters alone are gathered; key/value heads are those of
+        `placed`."""
         local = _shape(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
         return self._with_rows(axes, local, {"batch": self.rows, "draws": self.draws})
 
     def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape with a row for each shard of the batch, or with one where the mesh does not divide them:
-        answers then do not depend on the number of rows."""
+        """Return a shape with one row for each shard of the batch: placements then do not depend on the number of
+        rows."""
         return self._with_rows(axes, tuple(shape), dict.fromkeys(ROWS, self.row_shards))
 
     def _with_rows(
         self, axes: Sequence[str | None], shape: tuple[int, ...], rows: dict[str, Callable[[], int]]
     ) -> tuple[int, ...]:
-        """Return a shape with so many rows of the batch, or draws of them."""
-        found = next((axis for axis in ROWS if axis in axes), None)
-        if found is None:
+        """Return a shape with these numbers of rows along the axes `batch` and `draws`."""
+        row_axis = next((axis for axis in ROWS if axis in axes), None)
+        if row_axis is None:
             return shape
-        at = axes.index(found)
-        return (*shape[:at], rows[found](), *shape[at + 1 :])
+        at = axes.index(row_axis)
+        return (*shape[:at], rows[row_axis](), *shape[at + 1 :])
 
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
-        """Numbers of a parameter that lie on one device."""
+        """Return the number of elements of a parameter on one device."""
         return _stored(self.rules, self.layout, tuple(axes), tuple(shape))
 
 
 ROWS = ("batch", "draws")  # logical axes of rows
 
 
-# Answers depend on rules, layout and sizes alone: plans of a search and of many batches ask the same.
+# Results depend on rules, layout and sizes alone: the plans of a search and of many batches share them.
 @functools.lru_cache(maxsize=1 << 16)
 def _placed(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None) -> Placement:
     placement = rules.placed(axes, _with_copies(rules, layout, axes, shape, heads), layout, computing=True)
@@ -377,7 +383,7 @@ def _shape(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], he
 def _with_copies(
     rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None
 ) -> tuple[int, ...]:
-    """Return a shape with so many key/value heads that the devices have those which their query heads read."""
+    """Return a shape whose key/value heads are repeated until each device has those that its query heads read."""
     if heads is None:
         return shape
     (over,) = _placed(rules, layout, ("act_heads",), (heads,), None)

@@ -26,12 +26,12 @@ _SHARD_BYTES = 5_000_000_000
 
 
 class PublishedModel:
-    """A model in a Hugging Face directory. Files are read when they are asked for, and checked before they are used.
+    """A model in a Hugging Face directory. Files are read on first use, and checked before use.
 
-    Of one of the Hub, `hub_name`, the folder has the small files, and safetensors are fetched when they are asked for.
+    For a model of the Hub, named `hub_name`, the folder has the small files, and safetensors are fetched on first use.
     """
 
-    adapter: Path | None = None  # the folder of what is added to its tensors
+    adapter: Path | None = None  # the folder of an adapter that is added to the tensors
 
     def __init__(self, folder: Path, hub_name: str | None = None):
         self.folder, self.hub_name = folder, hub_name
@@ -45,12 +45,12 @@ class PublishedModel:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of config.json, of the text where there is more. Raises InputError where it is not valid."""
+        """The content of config.json, or its part for the text model. Raises InputError if config.json is not valid."""
         return dict(text_of(self._whole_config))
 
     @property
     def family(self) -> Family:
-        """The family. Raises InputError for one that jaxlm does not have."""
+        """The family. Raises InputError for a family that jaxlm does not have."""
         return named(self.config.get("model_type"), str(self.folder / CONFIG))
 
     @cached_property
@@ -116,8 +116,8 @@ class PublishedModel:
 
     @cached_property
     def tensors(self) -> dict[str, table.TensorBinding]:
-        """The tensors of the model by name. Raises InputError unless they are those that are stored, with their shapes,
-        but for `dropped` ones."""
+        """The tensors of the model by name. Raises InputError unless the files store exactly these tensors, with these
+        shapes, and `dropped` ones."""
         expected = table.tensors(self.model, self.family.rules)
         table.check(expected, self.stored, self.dropped, str(self.folder))
         for copy, of in self.family.copies.items():
@@ -137,18 +137,18 @@ class PublishedModel:
         return table.load(self.model, self.tensors, self.stored, mesh, rules, dtype)
 
     def digest(self) -> str:
-        """Return a digest of the files of its tensors. Raises InputError where one is missing."""
+        """Return a digest of the model's tensor files. Raises InputError if a file is missing."""
         files = {tensor.file for tensor in self._files.values()}
         return digest(sorted(files))
 
     def dtypes(self) -> dict[str, str]:
-        """Return the dtype of each tensor that is not in the most frequent one, and that one under ""."""
+        """Return the most frequent dtype under "", and the dtype of each tensor with another one by name."""
         each = {name: self.stored[name].dtype_name for name in self.tensors}
         [(usual, _)] = Counter(each.values()).most_common(1)
         return {"": usual, **{name: dtype for name, dtype in each.items() if dtype != usual}}
 
     def remarks(self) -> list[str]:
-        """Return a line about each kind of tensor that is not read as it is stored."""
+        """Return a line about each kind of tensor that is converted or left out when the model is read."""
         number = sum(isinstance(self.stored[name], LazyTensor) for name in self.tensors)
         said = [f"{number} tensors are quantized and are read as bfloat16, as an export has them"] if number else []
         if dropped := self.dropped:
@@ -167,10 +167,10 @@ def write(
     """Write a Hugging Face directory: shards of at most 5 GB, index, config.json, and the files that are carried.
 
     Args:
-      dtypes: of each tensor by name, of others under "".
-      carried: contents of further files by name. Of a config.json keys are kept that are not the architecture's.
+      dtypes: the dtype of each tensor by name, and of all other tensors under "".
+      carried: contents of further files by name. Of a carried config.json, the keys outside of the architecture stay.
 
-    Returns the family. Raises InputError for a model of none.
+    Returns the family. Raises InputError for a model that no family has.
     """
     before = dict(text_of(json.loads(carried[CONFIG]))) if CONFIG in carried else {}
     before.pop(quantized.CONFIG_KEY, None)

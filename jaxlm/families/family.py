@@ -27,20 +27,20 @@ class Family:
 
     Attributes:
       name: `model_type` in config.json.
-      architecture: in `architectures` there.
-      model: keys of [model] that all its models share.
-      config: key of config.json to key of [model], or to several that have one value.
+      architecture: the entry of `architectures` in config.json.
+      model: keys of [model] that all models of the family share.
+      config: by key of config.json, the key of [model] with the same value, or several such keys.
       defaults: values of keys that a config.json may leave out.
-      equal: keys of config.json that must have one of these values, where they are there.
+      equal: keys of config.json that, if present, must have one of these values.
       inert: keys that change no result.
       composites: translations of several keys together (`jaxlm.families.settings`).
-      rules: of its tensors.
+      rules: the rules for the family's tensors.
       dropped: names of tensors that are no parameters; {l} stands for a layer.
-      copies: tensors that a file may repeat under another name: the name of the copy, and that of the tensor.
-      aliases: older names of keys, and the names that they have now.
-      prefixes: beginnings of names in some files, and those that the rules have.
-      outer: keys of rotary positions that stand beside them too.
-      bases: the files that its own builds on.
+      copies: tensors that a file may repeat under another name: by the name of the copy, the name of the tensor.
+      aliases: by the older name of a key, its name today.
+      prefixes: by the prefix of tensor names in some files, the prefix that the rules have.
+      outer: keys of rotary positions that are also written outside of `rope_parameters`.
+      bases: the number of files that the family's file builds on.
     """
 
     name: str
@@ -62,7 +62,8 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return all families by their `model_type`, the plainest first: Llama's, then those that build on fewer others."""
+    """Return all families by their `model_type`, the plainest first: Llama, then by the number of
+    files that a family builds on."""
     names = sorted(file.name.removesuffix(".toml") for file in _FILES.iterdir() if file.name.endswith(".toml"))
     found = [_family(name) for name in names if "model_type" in _read(name)]
     return {
@@ -72,7 +73,7 @@ def families() -> dict[str, Family]:
 
 
 def named(model_type: Any, where: str) -> Family:
-    """Return the family of a `model_type`. Raises InputError for one that jaxlm does not have."""
+    """Return the family of a `model_type`. Raises InputError for a family that jaxlm does not have."""
     if model_type not in families():
         raise InputError(f"{where} has model_type {model_type!r}; jaxlm reads {', '.join(families())}")
     return families()[model_type]

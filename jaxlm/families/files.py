@@ -40,7 +40,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the table in a JSON file. Raises InputError where there is none."""
+    """Return the table in a JSON file. Raises InputError if the file has none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a table as transformers writes it: sorted, with two blanks."""
+    """Write a table in the format of transformers: keys sorted, indented by two blanks."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -63,7 +63,7 @@ def computing_dtype(dtypes: Mapping[str, str]) -> Dtype:
 
 
 def config_dtype(config: Mapping[str, Any]) -> Dtype | None:
-    """Return the dtype that is no coarser than the weights of which a config.json is; None where it does not say."""
+    """Return a dtype no coarser than the one that config.json gives the weights; None if config.json gives none."""
     dtype = next(
         (table[key] for table in (text_of(config), config) for key in ("dtype", "torch_dtype") if key in table), None
     )
@@ -71,14 +71,14 @@ def config_dtype(config: Mapping[str, Any]) -> Dtype | None:
 
 
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration, or its part of text where it has others too, such as that of pictures."""
+    """Return a configuration, or its text part if the configuration has further parts, such as one for pictures."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
 def shards(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor that the index of a folder names. Raises InputError for one that is no index, or
-    that names a file elsewhere."""
+    """Return the file of each tensor, by name, from the index of a folder. Raises InputError for a file that is no
+    index, and for an index that names a file outside of the folder."""
     where = read_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise InputError(f"{folder / INDEX} has no table weight_map of files")

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub, fetched into its own cache: hf:ORG/NAME, or hf:ORG/NAME@REVISION.
+"""Models of the Hugging Face Hub, fetched into the Hub's own cache: hf:ORG/NAME, or hf:ORG/NAME@REVISION.
 
-Files are fetched when they are asked for, and nothing else is: no weights for a configuration. `HF_HUB_OFFLINE=1` uses
-what was fetched before, `HF_TOKEN` opens gated models, `HF_HOME` says where the cache is.
+Only files that are needed are fetched: no weights for a configuration. `HF_HUB_OFFLINE=1` uses files that were fetched
+before, `HF_TOKEN` opens gated models, `HF_HOME` says where the cache is.
 """
 
 import re
@@ -21,23 +21,23 @@ def is_name(path: str | Path) -> bool:
 
 
 def fetch(name: str | Path) -> Path:
-    """Return the folder in which a model's small files lie: all but its weights. An adapter's are small.
+    """Return the folder of a model's small files: all files but the weights. The weights of an adapter are small files.
 
-    Raises InputError for a name that is none, without the package huggingface_hub, and for what cannot be fetched.
+    Raises InputError for an invalid name, without the package huggingface_hub, and for a file that cannot be fetched.
     """
-    asked = _NAME.fullmatch(str(name))
-    if asked is None:
+    parts = _NAME.fullmatch(str(name))
+    if parts is None:
         raise InputError(f"{name} is no model of the Hub; write hf:ORG/NAME, followed by @REVISION as needed")
-    return _snapshot(name, asked["model"], asked["revision"], [*CARRIED, INDEX, ADAPTER_CONFIG, ADAPTER])
+    return _snapshot(name, parts["model"], parts["revision"], [*CARRIED, INDEX, ADAPTER_CONFIG, ADAPTER])
 
 
 def fetch_weights(name: str | Path, folder: Path) -> None:
-    """Put the safetensors of a model into the `folder` of its small files. Raises InputError where they cannot be
+    """Put the safetensors of a model into the `folder` of its small files. Raises InputError if a file cannot be
     fetched."""
-    asked = _NAME.fullmatch(str(name))
-    assert asked is not None
-    commit = folder.name  # or what was published since comes with it
-    _snapshot(name, asked["model"], commit, set(shards(folder).values()) if (folder / INDEX).is_file() else [SINGLE])
+    parts = _NAME.fullmatch(str(name))
+    assert parts is not None
+    commit = folder.name  # the commit of the small files: the branch may have moved since
+    _snapshot(name, parts["model"], commit, set(shards(folder).values()) if (folder / INDEX).is_file() else [SINGLE])
 
 
 def _snapshot(name: str | Path, model: str, revision: str | None, files: Iterable[str]) -> Path:

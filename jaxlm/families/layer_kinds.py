@@ -21,9 +21,9 @@ _OLD_KEYS = ("use_sliding_window", "max_window_layers", "sliding_window_pattern"
 class LayerKinds:
     """The ways in which the layers of a family may differ.
 
-    `windows`: some may have one. `kinds`: transformers asks for a window's size and the kind of each layer, even where
-    none has one. `rotates`: all layers, those with a window, the same but all where no window is given, or those of a
-    list.
+    `windows`: some layers may have a window. `kinds`: transformers requires a window's size and the kind of each layer,
+    even if no layer has a window. `rotates`: the layers with rotary positions, which are all layers, layers with a
+    window, layers with a window or all if no window is given, or the layers of a list.
     """
 
     windows: bool = False
@@ -31,11 +31,10 @@ class LayerKinds:
     rotates: Literal["all", "windowed", "windowed or all", "listed"] = "all"
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Take the keys of windows and rotary positions out of `given`. Return those of [model].
+        """Take the keys of windows and rotary positions out of `given`, and return the corresponding keys of [model].
 
-        Both spellings are read: `rope_theta` and `rope_scaling`, and `rope_parameters`, which goes before them;
-        `layer_types`, and the older keys from which they follow. Raises InputError for a kind of layer or of scaling
-        that jaxlm lacks.
+        Both spellings are read: `rope_parameters`, or else `rope_theta` and `rope_scaling`; `layer_types`, or the older
+        keys that determine the kinds of layers. Raises InputError for a kind of layer or of scaling that jaxlm lacks.
         """
         layers = values["num_layers"]
         ropes = rope_keys.read(given, _KINDS, values, where)
@@ -95,7 +94,7 @@ class LayerKinds:
 
 
 def _model(layers: Sequence[tuple[int | None, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the keys of [model] for layers with these windows and positions: a pattern where they differ."""
+    """Return the keys of [model] for layers with these windows and positions; a pattern if layers differ."""
     positions = [position for _, position in layers]
     rotary = [position for position in positions if position["kind"] == "rope"] or positions
     # A patch adds keys and takes none away.

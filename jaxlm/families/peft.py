@@ -66,7 +66,8 @@ class AdaptedModel(PublishedModel):
     """The model of a PEFT directory: a published one, each matrix with its adapter added."""
 
     def __init__(self, folder: Path, hub_name: str | None = None):
-        """Take a directory with an adapter_config.json. Raises InputError where the model that it names is away."""
+        """Take a directory with an adapter_config.json. Raises InputError if the base model that the file names is
+        missing."""
         self.adapter = folder
         self.base = _base(folder, self._adapter_config)
         super().__init__(self.base.folder, hub_name)
@@ -76,7 +77,8 @@ class AdaptedModel(PublishedModel):
 
     @cached_property
     def _adapter_config(self) -> dict[str, Any]:
-        """The content of adapter_config.json. Raises InputError for what changes a result and is not read."""
+        """The content of adapter_config.json. Raises InputError for a setting that changes results and that jaxlm does
+        not support."""
         file = self.adapter / ADAPTER_CONFIG
         config = read_json(file)
         if config.get("peft_type") != "LORA":
@@ -92,7 +94,7 @@ class AdaptedModel(PublishedModel):
         return self._sums(wide=False)
 
     def _sums(self, wide: bool) -> dict[str, StoredTensor | LazyTensor]:
-        """Return the tensors with adapters added, rounded to their dtypes unless they stay `wide`: float32."""
+        """Return the tensors with adapters added, rounded to the tensors' dtypes, or in float32 if `wide`."""
 
         def added(name: str, tensor: StoredTensor | LazyTensor) -> StoredTensor | LazyTensor:
             if name not in self._adapters:
@@ -106,7 +108,8 @@ class AdaptedModel(PublishedModel):
 
     @cached_property
     def _adapters(self) -> dict[str, Adapter]:
-        """The adapters by the tensor that they go with. Raises InputError where one is broken, or goes with none."""
+        """The adapters by the name of the tensor that each adapts. Raises InputError for an adapter that is broken or
+        adapts no tensor of the model."""
         file, config = self.adapter / ADAPTER, self._adapter_config
         if not file.is_file():
             raise InputError(f"{self.adapter} has no {ADAPTER}; save the adapter as safetensors")
@@ -135,7 +138,8 @@ class AdaptedModel(PublishedModel):
         return made
 
     def _setting(self, pattern: str, key: str, module: str) -> float:
-        """Return the value for a module: of the first pattern that its name ends with, or of the key."""
+        """Return the value for a module: of the first pattern that matches the end of the module's name, or of the
+        key."""
         config, file = self._adapter_config, self.adapter / ADAPTER_CONFIG
         try:
             for regex, value in (config.get(pattern) or {}).items():
@@ -159,7 +163,7 @@ class AdaptedModel(PublishedModel):
         return self.base.dtypes()
 
     def remarks(self) -> list[str]:
-        """Return what is odd of the base."""
+        """Return the base's remarks, and a line about the adapters."""
         return [*self.base.remarks(), f"{len(self._adapters)} adapters are added to {self.base}"]
 
 
@@ -179,7 +183,7 @@ def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
 
 
 def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[TensorBinding, bool]]:
-    """Return the tensors that are matrices by which something is multiplied, and whether each is stored [in, out]."""
+    """Return the tensors that are matrices of products, by name, each with whether it is stored as [in, out]."""
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
     found = {}
     for name, binding in table.tensors(model, family.rules).items():
@@ -191,7 +195,7 @@ def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[TensorBindi
 
 
 def _narrowed(binding: TensorBinding, declared: Mapping[str, Dimensions], rank: int) -> TensorBinding:
-    """Return a tensor like this one whose matrices have so many inputs."""
+    """Return the binding with `rank` inputs in place of each matrix's own."""
 
     def narrow(place: TensorPlace) -> TensorPlace:
         inputs = len(declared[place.path].inputs)
@@ -207,7 +211,7 @@ def _written(
     leaves: Mapping[str, np.ndarray],
     rank: int,
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return A [k · rank, in] and B [out, k · rank] of a tensor that holds k adapted matrices; None for no such."""
+    """Return A [k · rank, in] and B [out, k · rank] of a tensor that holds k adapted matrices; None if k is 0."""
     paths = [path for path in dict.fromkeys(place.path for place in binding.places) if f"{path}/a" in leaves]
     if not paths:
         return None
@@ -229,10 +233,10 @@ def _written(
 def write(
     folder: Path, model: ModelConfig, family: Family, lora: LoraConfig, adapters: Tree, base: Mapping[str, str]
 ) -> int:
-    """Write adapters as a PEFT directory, in float32, and return their numbers.
+    """Write adapters as a PEFT directory, in float32, and return the number of their elements.
 
     Args:
-      adapters: by path, as they are trained.
+      adapters: the trained tree of adapters.
       base: keys of adapter_config.json that name the model.
     """
     leaves = {path: np.asarray(jax.device_get(leaf)) for path, leaf in model_tree.paths(adapters).items()}
@@ -271,12 +275,13 @@ def write(
 
 
 def _whole(value: float) -> float:
-    """Return a number as an integer where it is one: PEFT's are."""
+    """Return a number as an integer if it is one, as PEFT writes its own numbers."""
     return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
 def _short(chosen: set[str], modules: list[str]) -> set[str]:
-    """Return what PEFT takes for these modules: the last part of a name where all that have it are among them."""
+    """Return PEFT's names for these modules: the last part of a name if no other module has that last part, else the
+    whole name."""
     others = {module.rpartition(".")[2] for module in modules if module not in chosen}
     last = {module: module.rpartition(".")[2] for module in chosen}
     return {module if last[module] in others else last[module] for module in chosen}

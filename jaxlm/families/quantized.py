@@ -92,7 +92,8 @@ def _fp8(name: str, values: StoredTensor, scales: StoredTensor) -> LazyTensor:
 
 
 def _block(size: int, number: int) -> int | None:
-    """Return the power of two that divides a dimension into so many blocks, the last perhaps smaller; None for none."""
+    """Return the power of two that divides a dimension into `number` blocks, the last perhaps smaller; None if there is
+    no such power."""
     block = 1
     while number and -(-size // block) > number:
         block *= 2
@@ -100,7 +101,7 @@ def _block(size: int, number: int) -> int | None:
 
 
 def _scale(scales: StoredTensor) -> np.ndarray:
-    """Return float32 scales; those in bytes are exponents of two."""
+    """Return the scales in float32; scales stored as bytes are exponents of two."""
     numbers = scales.read()
     if scales.dtype_name == "U8":
         return np.ldexp(np.float32(1), numbers.astype(np.int32) - _EXPONENT_BIAS)
@@ -108,9 +109,9 @@ def _scale(scales: StoredTensor) -> np.ndarray:
 
 
 def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> LazyTensor:
-    """Return [..., C, R] numbers of blocks [..., R, C/32, 16], two in a byte, the first in its low half.
+    """Return the array [..., C, R] of blocks [..., R, C/32, 16]; a byte holds two numbers, the first in its low half.
 
-    Rows are outputs here and columns in a file of bfloat16, whose layout families have.
+    The outputs are rows in an MXFP4 file, and columns in a bfloat16 file, which has the layout of the family's rules.
     """
     *_, bytes_in_block = blocks.shape or (0,)
     sound = blocks.dtype_name == scales.dtype_name == "U8" and len(blocks.shape) >= 3

@@ -1,4 +1,4 @@
-"""Rotary positions of a published config.json, in its two spellings, and [model.position], both ways."""
+"""Translation between rotary positions of a published config.json, in two spellings, and [model.position]."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -124,8 +124,8 @@ def _scaling(kind: str, left: dict[str, Any], context: Mapping[str, Any]) -> dic
 
 
 def _parameters(block: BlockConfig, family: Family) -> dict[str, Any]:
-    """Return the rotary positions of a layer as `rope_parameters` has them. Raises InputError for a part of heads where
-    the family has none."""
+    """Return the rotary positions of a layer in the form of `rope_parameters`. Raises InputError if the layer rotates a
+    part of each head and the family has no key for that."""
     position: Any = block.position
     found: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
     if "partial_rotary_factor" in family.defaults:

@@ -33,13 +33,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_named(name: str) -> np.dtype:
-    """Return the dtype that the format calls so."""
+    """Return the dtype with this name in the format."""
     return _DTYPES[name]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file. Its numbers are read where they are asked for."""
+    """One tensor in a file. `read` reads its elements."""
 
     file: Path
     dtype: np.dtype
@@ -54,13 +54,13 @@ class StoredTensor:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as the format names it."""
+        """The format's name of the dtype."""
         return _NAMES[self.dtype]
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is in no file as it is; `make` gives its numbers when their turn comes."""
+    """A tensor that no file holds in this form; `make` computes its elements on demand."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class LazyTensor:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as the format names it."""
+        """The format's name of the dtype."""
         return _NAMES[self.dtype]
 
     @property
@@ -165,7 +165,7 @@ def write(file: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, 
 
 
 def shards(tensors: Mapping[str, LazyTensor], most: int) -> list[dict[str, LazyTensor]]:
-    """Return the tensors in files of at most so many bytes each, in order; a larger tensor has one of its own."""
+    """Return the tensors in files of at most `most` bytes each, in order; a larger tensor has a file of its own."""
     found: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
         if found[-1] and sum(each.bytes for each in found[-1].values()) + tensor.bytes > most:

@@ -1,4 +1,4 @@
-"""The keys of a published config.json and those of [model], both ways."""
+"""Translation between the keys of a published config.json and the keys of [model], both ways."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -17,9 +17,9 @@ from jaxlm.models.config import BlockConfig, ModelConfig
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the architecture that a config.json describes.
 
-    Of a model of text and pictures it is that of the text, and of a quantized one that of what it stands for. Raises
-    InputError for a family that jaxlm does not have, and for a key that it does not know or whose value it cannot
-    express: nothing is ignored that changes a result.
+    For a model of text and pictures it is the architecture of the text part, and for a quantized model that of the
+    dequantized one. Raises InputError for a family that jaxlm does not have, and for a key that jaxlm does not know or
+    a value that [model] cannot express: nothing that changes a result is ignored.
     """
     quantized.check_method(config, where)
     config = {key: value for key, value in text_of(config).items() if key != quantized.CONFIG_KEY}
@@ -96,7 +96,7 @@ def _value(model: ModelConfig, dotted: str) -> Any:
 
 
 class _QueryScale:
-    """Gemma divides queries by the root of a number of its own, not of the width of a head."""
+    """Gemma divides queries by the root of a number that config.json gives, not of the head dim."""
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         scalar = given.pop("query_pre_attn_scalar")
@@ -111,7 +111,7 @@ class _QueryScale:
 
 
 class _WholeHeads:
-    """Some classes of transformers refuse a stream that their heads do not divide, though no part of them needs it."""
+    """Some classes of transformers refuse a d_model that num_heads does not divide, although they need no such rule."""
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {}
@@ -123,7 +123,7 @@ class _WholeHeads:
 
 
 class _ScoreMultiplier:
-    """Granite always says what multiplies the products of queries and keys."""
+    """Granite's config.json always has the scale of attention's scores."""
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"attention": {"scale": given.pop("attention_multiplier")}}
@@ -134,7 +134,7 @@ class _ScoreMultiplier:
 
 
 class _Activation:
-    """GPT-NeoX names its activation, as transformers does."""
+    """GPT-NeoX gives its activation by transformers' name."""
 
     _NAMES: ClassVar = {
         "gelu": "gelu",
@@ -157,7 +157,7 @@ class _Activation:
 
 
 class _InnerWidth:
-    """GPT-2 leaves out the width of its feed-forward layer: four times the stream's."""
+    """GPT-2 leaves out d_ff, which is four times d_model."""
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {} if "d_ff" in values["feed_forward"] else {"feed_forward": {"d_ff": 4 * values["d_model"]}}
@@ -177,7 +177,7 @@ class _LogitsScaling:
 
 
 class _ParallelResidual:
-    """GPT-NeoX has its two layers side by side, or one after the other."""
+    """GPT-NeoX has attention and feed-forward in parallel, or one after the other."""
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"residual": "parallel" if given.pop("use_parallel_residual") else "sequential"}
@@ -186,7 +186,7 @@ class _ParallelResidual:
         return {"use_parallel_residual": model.residual == "parallel"}
 
 
-# Translations of several keys together, or of one whose value has another form.
+# Translations of several keys together, or of a single key whose value has another form.
 _COMPOSITES = {
     "rope": LayerKinds(),
     "rope and windows": LayerKinds(windows=True),

@@ -1,4 +1,4 @@
-"""Special tokens of a published model, merged from the five files that say some of them. Imports no JAX."""
+"""Special tokens of a published model, merged from the five files that list some of them. Imports no JAX."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ _END, _BEGIN = "eos_token", "bos_token"
 
 
 class AddedSpelling(NamedTuple):
-    """A token that a file adds: its spelling, id, the switches that it has in a tokenizer.json, and the file."""
+    """A token that a file adds: its spelling, its id, its switches for a tokenizer.json, and the file."""
 
     text: str
     number: int
@@ -30,10 +30,10 @@ class AddedSpelling(NamedTuple):
 
 
 class SpecialTokens:
-    """The special tokens that the files of a folder say, besides those of its tokenizer.json.
+    """The special tokens in the files of a folder other than tokenizer.json.
 
-    Read are config.json and generation_config.json for ids, and tokenizer_config.json, special_tokens_map.json and
-    added_tokens.json for names. Raises InputError for a file that is broken, or where one contradicts another.
+    Ids are read from config.json and generation_config.json, names from tokenizer_config.json, special_tokens_map.json
+    and added_tokens.json. Raises InputError for a broken file, and for files that contradict each other.
 
     Attributes:
       settings: the content of tokenizer_config.json.
@@ -105,16 +105,16 @@ class SpecialTokens:
             yield AddedSpelling(text, number, switches, file)
 
     def complete(self, described: dict[str, Any], rows: int) -> bool:
-        """Give a tokenizer.json the tokens that it lacks, and return whether it lacked any.
+        """Change a tokenizer.json to have all tokens of the folder, and return whether anything changed.
 
-        Tokens that files call special become it. Special tokens are left out from the id `rows` on, as are tokens that
-        it lacks: the model has no rows for them.
+        Tokens that a file calls special become special. Special tokens and missing tokens with an id of `rows` or more
+        are left out: the model has no rows for them.
 
         Args:
-          described: its content, which is changed.
-          rows: of the model's vocabulary.
+          described: the content of the tokenizer.json, changed in place.
+          rows: the rows of the model's vocabulary.
 
-        Raises InputError where a token has another id in another file, or an id another token.
+        Raises InputError if files give a token two ids, or an id two tokens.
         """
         vocabulary = described["model"]["vocab"]
         listed = isinstance(vocabulary, list)

@@ -28,7 +28,7 @@ _SHOWN = 6  # differences in a message, at most
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """An array of the tree, or the part of a stack that is one layer's; of the last dimension from `start` to `end`."""
+    """An array of the tree, or one layer of a stack; of its last dimension the part from `start` to `end`."""
 
     path: str
     index: int | None
@@ -38,14 +38,14 @@ class TensorPlace:
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The indices of its first number in the array of the tree."""
+        """The indices of the place's first element in the array of the tree."""
         layer = () if self.index is None else (self.index,)
         return (*layer, *(0 for _ in self.shape[1:]), self.start or 0)
 
 
 @dataclass(frozen=True)
 class TensorBinding:
-    """A stored tensor by its name, and where its numbers are in the tree."""
+    """A stored tensor by name, and the places of its elements in the tree."""
 
     name: str
     places: tuple[TensorPlace, ...]
@@ -64,15 +64,15 @@ class TensorBinding:
         return self.pattern.read(stored, [place.shape for place in self.places])
 
     def write(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the stored tensor of the arrays of its places."""
+        """Return the stored tensor for the arrays of all places."""
         return arrays[0] if self.pattern is None else self.pattern.write(arrays)
 
 
 def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, TensorBinding]:
-    """Return the tensors in which a model is stored, by name.
+    """Return the tensors that a model is stored as, by name.
 
-    A rule holds for the layers that have its arrays: layers without a bias have no tensor for it. Raises ValueError
-    where an array of the tree is in no rule, or in two.
+    A rule applies to the layers that have the rule's arrays: a layer without a bias has no tensor for the bias. Raises
+    ValueError if an array of the tree is in no rule, or in two rules.
     """
     graph, abstract = model_tree.abstract(model)
     shapes = {path: leaf.shape for path, leaf in model_tree.paths(model_tree.shapes(abstract)).items()}
@@ -125,8 +125,8 @@ def check(
     known: Collection[str],
     where: str,
 ) -> None:
-    """Raise InputError unless the stored tensors are those that are expected, with their shapes, and others that are
-    `known`. The message lists the differences."""
+    """Raise InputError unless the stored tensors are the expected ones, with the expected shapes, and perhaps `known`
+    others. The message lists the differences."""
     missing = [name for name in expected if name not in stored]
     strange = [name for name in stored if name not in expected and name not in known]
     wrong = []
@@ -152,15 +152,14 @@ def load(
     rules: Rules,
     dtype: jax.typing.DTypeLike | None,
 ) -> Tree:
-    """Return the parameters, sharded on a mesh. Each stored tensor is read once, into the shards that this process's
-    devices hold; arrays go to their devices as they are complete.
+    """Return the parameters, sharded on a mesh. Each stored tensor is read once, into the shards of this process's
+    devices; an array goes to its devices as soon as all of its tensors are read.
 
-    Of a tensor in a file only those pages are read in which there are numbers of this process's shards: whole rows of
-    it, or a part of each row. Where its pattern interleaves two axes (rotary pairs), or where it is dequantized, the
-    tensor is read whole.
+    Of a tensor in a file, only the pages with elements of this process's shards are read: whole rows of the tensor, or
+    a part of each row. A quantized tensor is read whole, and so is one whose pattern interleaves axes (rotary pairs).
 
     Args:
-      dtype: to cast to; None keeps the dtype that each array is stored in (that of a stack's first layer).
+      dtype: the dtype to cast to; None keeps the stored dtype of each array (for a stack, of its first layer).
     """
     _, abstract = model_tree.abstract(model)
     shapes = model_tree.paths(model_tree.shapes(abstract))
@@ -186,7 +185,7 @@ def load(
 def unwritten(
     expected: Mapping[str, TensorBinding], parameters: Tree, dtype_of: Mapping[str, np.dtype]
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of parameters, to be written one after another in these dtypes."""
+    """Return the tensors of parameters in these dtypes, each computed only when it is written."""
     leaves = model_tree.paths(parameters)
 
     def make(binding: TensorBinding) -> np.ndarray:
@@ -204,6 +203,6 @@ def unwritten(
 
 
 def matching(names: Collection[str], patterns: Collection[str]) -> list[str]:
-    """Return the names that match one of these, in which {l} stands for a number."""
+    """Return the names that match a pattern, in which {l} stands for a number."""
     known = [re.compile(re.escape(pattern).replace(r"\{l\}", r"\d+") + "$") for pattern in patterns]
     return [name for name in names if any(pattern.match(name) for pattern in known)]

@@ -1,4 +1,4 @@
-"""The tokenizer of a published model, with the ids that begin its prompts and end what it writes."""
+"""The tokenizer of a published model, with the ids that begin a prompt and the ids that end a generated text."""
 
 import fnmatch
 import hashlib
@@ -29,14 +29,14 @@ from jaxlm.families.special_tokens import SpecialTokens
 from jaxlm.families.vocabularies import conversion, gpt2, sentencepiece, tekken, tiktoken
 from jaxlm.families.vocabularies.conversion import Conversion
 
-_EDITION = 1  # of what is made of files, which a cache of before does not have
+_EDITION = 1  # of converted tokenizers: a higher number leaves older files of the cache unused
 
 
 def load(file: Path, folder: Path) -> Tokenizer:
     """Load the tokenizer.json of a published model whose small files are in a folder.
 
-    A prompt begins with the ids that the file's post-processor puts before a text, whatever `add_bos_token` says beside
-    it (as in transformers 5). What is drawn ends with any id of `eos_token_id` in generation_config.json and
+    A prompt begins with the ids that the file's post-processor puts before a text, whatever `add_bos_token` in another
+    file says (as in transformers 5). A generated text ends with any id of `eos_token_id` in generation_config.json and
     config.json, and of `eos_token` in tokenizer_config.json and special_tokens_map.json. Raises InputError for a file
     that is missing or invalid.
     """
@@ -60,7 +60,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def among(names: Iterable[str]) -> list[str]:
-    """Return the names that `files` returns of a folder with these."""
+    """Return those of a folder's file names that `files` returns."""
     there = sorted(names)
     for pattern in (TOKENIZER, TEKKEN, *TIKTOKEN, SENTENCEPIECE):
         if found := fnmatch.filter(there, pattern):
@@ -69,7 +69,8 @@ def among(names: Iterable[str]) -> list[str]:
 
 
 def code(folder: Path) -> str | None:
-    """Return the Python code that makes the tokenizer of a folder, which is never run; None where no file names it."""
+    """Return the name of the Python code for the tokenizer of a folder, which is never run; None if no file names
+    code."""
     if here := sorted(file.name for file in folder.glob("tokenization_*.py")):
         return here[0]
     named = SpecialTokens(folder).settings.get("auto_map")
@@ -79,13 +80,13 @@ def code(folder: Path) -> str | None:
 
 
 def complete(folder: Path, rows: int) -> Path:
-    """Return a tokenizer.json with all tokens of the model in a folder: its own, or one in the cache.
+    """Return a tokenizer.json with all tokens of the model in a folder: the folder's own, or one in the cache.
 
-    One is made where the folder has its tokenizer in another file (`jaxlm.families.vocabularies`), or where its own
-    lacks tokens that the files beside it have (`SpecialTokens.complete`).
+    A file in the cache is written if the folder has the tokenizer in another format (`jaxlm.families.vocabularies`), or
+    if the folder's tokenizer.json lacks tokens that the folder's other files have (`SpecialTokens.complete`).
 
     Args:
-      rows: of the model's vocabulary.
+      rows: the rows of the model's vocabulary.
 
     Raises InputError for files that are broken, contradict each other or cannot be converted.
     """
@@ -130,7 +131,7 @@ def template(token: str, number: int) -> dict[str, Any]:
 
 
 def _completed(described: dict[str, Any], special: SpecialTokens, rows: int) -> dict[str, Any] | None:
-    """Return the content of a tokenizer.json with what it lacks; None where it lacks nothing."""
+    """Return the content of a tokenizer.json with missing tokens added; None if no token is missing."""
     try:
         lacked = special.complete(described, rows)
     except InputError:
@@ -144,7 +145,7 @@ def _completed(described: dict[str, Any], special: SpecialTokens, rows: int) -> 
 
 
 def _converted(sources: list[Path], special: SpecialTokens, rows: int) -> dict[str, Any]:
-    """Return the content of a tokenizer.json for files of another format, once it agrees with them."""
+    """Return the content of a tokenizer.json that is converted from files of another format and verified."""
     made = _convert(sources, special)
     described = json.loads(made.backend.to_str())
     special.complete(described, rows)
@@ -157,7 +158,8 @@ def _converted(sources: list[Path], special: SpecialTokens, rows: int) -> dict[s
 
 
 def _made(described: dict[str, Any]) -> library.Tokenizer:
-    """Return the tokenizer that is described. Raises InputError where the library gives a token another id."""
+    """Return the tokenizer for the content of a tokenizer.json. Raises InputError if the library gives a token another
+    id."""
     try:
         backend = library.Tokenizer.from_str(json.dumps(described))
     except Exception as error:  # the library raises bare Exception

@@ -24,11 +24,11 @@ def compile_fitting(
     mesh: Mesh,
     quick: bool,
     say: Callable[[str], None],
-    held: Collection[str] = (),
+    fixed: Collection[str] = (),
 ) -> CompiledStep:
-    """Compile variants of a training step as `fit` asks for them, and return the best; where none fits, the one that
-    needs least. Raises DoesNotFit where the compiler refuses that one."""
-    found: dict[Workload, CompiledStep] = {}
+    """Compile the variants of a training step that `fit` chooses, and return the best; if none fits, the variant that
+    needs least. Raises DoesNotFit if the compiler refuses that variant."""
+    compiled: dict[Workload, CompiledStep] = {}
     refused: dict[Workload, DoesNotFit] = {}
 
     def needed(work: Workload) -> int:
@@ -36,19 +36,19 @@ def compile_fitting(
         execution = experiment.execution.model_copy(update={"remat": work.remat})
         variant = experiment.model_copy(update={"training": training, "execution": execution})
         try:
-            found[work] = compile(variant, "train", target, mesh, quick)
+            compiled[work] = compile(variant, "train", target, mesh, quick)
         except DoesNotFit as error:
             refused[work] = error
             return error.needed
-        return found[work].report.memory.peak
+        return compiled[work].report.memory.peak
 
-    best, tried = fit(Workload.of(experiment, Layout(mesh.shape)), target, needed, say, held)
+    best, tried = fit(Workload.of(experiment, Layout(mesh.shape)), target, needed, say, fixed)
     if best is None:
         best = min(tried, key=lambda t: t.needed).work
     if best in refused:
         refused[best].tried = tuple(tried)
         raise refused[best]
-    return replace(found[best], tried=tuple(tried))
+    return replace(compiled[best], tried=tuple(tried))
 
 
 def fit(
@@ -56,7 +56,7 @@ def fit(
     target: Target,
     needed: Callable[[Workload], int],
     say: Callable[[str], None],
-    held: Collection[str] = (),
+    fixed: Collection[str] = (),
 ) -> tuple[Workload | None, list[FitTrial]]:
     """Return the fastest variant of a workload that fits, by counted time, and all compiled variants.
 
@@ -67,14 +67,14 @@ def fit(
     Args:
       needed: compiles a variant and returns the bytes that it needs on one device.
       say: is given a line before each compilation.
-      held: names of settings that do not vary.
+      fixed: names of settings that do not vary.
     """
     capacity, work = target.chip.device_capacity(), work.on(target.chip)
 
     def counted(work: Workload) -> int:
         return memory(work).total
 
-    waiting = sorted(variants(work, held), key=lambda w: plan(w, target).time.expected)
+    waiting = sorted(variants(work, fixed), key=lambda w: plan(w, target).time.expected)
     tried: list[FitTrial] = []
     best: Workload | None = None
     while chosen := _next(waiting, tried, capacity, counted):

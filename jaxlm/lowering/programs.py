@@ -18,10 +18,8 @@ from jaxlm.training.step import TrainStep
 
 
 def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> MeshProgram:
-    """Return the step of `jaxlm train`, with its donation and shardings, or the engine's step of
-    `Workload.largest_step`: the one in which all its sequences decode, or the last large one of their prompts.
-
-    The cache of an engine has the pages that these sequences need.
+    """Return the step of `jaxlm train`, with its donation and shardings, or the engine's largest step of the
+    workload (`Workload.largest_step`), whose cache has the pages that the workload's sequences need.
     """
     if kind == "train":
         return _train(experiment, mesh)
@@ -30,7 +28,7 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> MeshProgram:
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels
     programs = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels)
     counts = (work.slots * most_pages(work.sequence, window, work.page) + 1 for window in programs.layout.groups)
-    return programs.step(work.step.shape, CacheSize(work.sequence, tuple(counts)))
+    return programs.step(work.engine_steps.shape, CacheSize(work.sequence, tuple(counts)))
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> MeshProgram:

@@ -71,7 +71,7 @@ class Report:
     quick: bool
     compile_s: float
     memory: CompiledMemory
-    held: tuple[HeldBuffers, ...]
+    held_buffers: tuple[HeldBuffers, ...]
     flops: int
     kernel_flops: float
     collectives: tuple[CompiledCollective, ...]
@@ -85,7 +85,7 @@ class Report:
 
     @property
     def work(self) -> Workload:
-        """The workload of the program: in inference that of one of the engine's steps."""
+        """The workload of the program: in inference that of the engine's largest step."""
         return _compiled(self.plan.work)
 
     @property
@@ -115,12 +115,12 @@ class Report:
         """Return the report as JSON: `kernels` are Pallas and library calls, `fusions` all kernels, longest first."""
         longest = sorted(self.kernels, key=self.kernel_seconds, reverse=True)
         return {
-            **_asked(self.plan),
+            **_step_and_chips(self.plan),
             "compile_s": self.compile_s,
             "quick": self.quick,
             "memory_bytes_per_device": self.memory._asdict(),
             "fits": self.fits,
-            "held_at_peak": [held._asdict() for held in self.held],
+            "held_at_peak": [held._asdict() for held in self.held_buffers],
             "flops_per_device": self.flops,
             "kernel_flops_per_device": self.kernel_flops,
             "collectives": [
@@ -186,7 +186,7 @@ class DoesNotFit(Exception):
         """Return JSON with a report's keys; figures that need a compiled program are null or empty."""
         sizes = {"arguments": self.arguments, "temporaries": self.temporaries, "peak": self.needed}
         return {
-            **_asked(self.plan),
+            **_step_and_chips(self.plan),
             "compile_s": self.compile_s,
             "quick": self.quick,
             "memory_bytes_per_device": {
@@ -203,8 +203,8 @@ class DoesNotFit(Exception):
         }
 
 
-def _asked(plan: Plan) -> dict[str, Any]:
-    """Return the step and its chips as JSON."""
+def _step_and_chips(plan: Plan) -> dict[str, Any]:
+    """Return the keys of the JSON that name the step and the chips."""
     counted = plan.row()
     return {
         **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
@@ -223,14 +223,14 @@ def _counted(plan: Plan) -> dict[str, Any]:
 
 
 def _compiled(work: Workload) -> Workload:
-    """Return the workload of the program that is compiled for one."""
+    """Return the workload of the compiled program: in inference that of the engine's largest step."""
     return work if work.kind == "train" else work.largest_step()
 
 
 def _trips(work: Workload) -> dict[str, int]:
     """Return the trips of the loops over pages in the program of a workload, by their scopes."""
-    runs = () if work.step is None else work.step.runs
-    return {loop_name(each.queries, window): trips for each in runs for window, trips in each.pages}
+    sections = () if work.engine_steps is None else work.engine_steps.sections
+    return {loop_name(each.queries, window): trips for each in sections for window, trips in each.pages}
 
 
 def _product_flops(work: Workload) -> int:
@@ -288,7 +288,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             quick=quick,
             compile_s=seconds,
             memory=memory_of(compiled, chip),
-            held=_held(program),
+            held_buffers=_held_buffers(program),
             flops=matmul_flops.program_flops(program),
             kernel_flops=sum(kernel.count * kernel.declared_flops for kernel in found),
             collectives=tuple(collectives.table(collectives.collectives(program, dict(counted.work.layout)))),
@@ -338,7 +338,7 @@ def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> CompiledMemory:
     return CompiledMemory(arguments, outputs, temporaries, peak, taken - peak, chip.device_capacity())
 
 
-def _held(program: hlo.HloProgram) -> tuple[HeldBuffers, ...]:
+def _held_buffers(program: hlo.HloProgram) -> tuple[HeldBuffers, ...]:
     """Return arguments grouped by the first part of their path, and identical temporaries; the largest first."""
     arguments, temporaries = Counter(), Counter()
     for parameter in program.entry.parameters:

@@ -26,7 +26,7 @@ class CacheView(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["rows"])
 @dataclass(frozen=True)
 class PagedSection:
-    """Rows of a step in runs of `rows`, each of one sequence: the pages of these, int32 [Q, M], for Q · rows rows."""
+    """Rows of a step, `rows` of each of Q sequences: the page table of these sequences is int32 [Q, M]."""
 
     table: jax.Array
     rows: int

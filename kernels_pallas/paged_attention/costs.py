@@ -6,18 +6,19 @@ import jax
 
 from kernels_pallas.paged_attention.xla import padded_columns, padded_queries
 
-# FLOPs of a score between the two products: scale, largest, difference, exponential, sum; of a soft cap besides.
+# FLOPs for each score between the two products (scale, maximum, difference, exponential, sum), and for a soft cap.
 _SCORE_FLOPS, _CAP_FLOPS = 5, 3
-_RESCALE_FLOPS = 2  # of each number of the sum so far
+_RESCALE_FLOPS = 2  # for each element of the sum so far
 
 
-class PagedRuns(NamedTuple):
-    """Runs of rows, each of one sequence, which a step of an engine reads pages for.
+class SectionReads(NamedTuple):
+    """A section of an engine's step, and the pages that its rows read.
 
     Attributes:
-      sequences: the runs, padding among them.
-      queries: rows of each.
-      pages: by window (the last tokens that a row reads; None: all) the trips of the loop over their pages.
+      sequences: sequences of the section, padding included.
+      queries: rows of each sequence.
+      pages: trips of the section's loop over pages in all counted steps together, for each window (the last tokens
+        that a row reads; None: all). A section whose rows are all padding has zero trips.
     """
 
     sequences: int
@@ -25,12 +26,12 @@ class PagedRuns(NamedTuple):
     pages: tuple[tuple[int | None, int], ...]
 
     def trips(self, window: int | None) -> int:
-        """Return the trips of the loop over pages where rows read this window."""
+        """Return the trips of the loop over pages in layers with this window."""
         return dict(self.pages)[window]
 
 
 def loop_name(queries: int, window: int | None) -> str:
-    """Return the name of the loop over the pages of runs of so many rows, in the scopes of a program."""
+    """Return the scope in a program of the loop over pages, for sequences with this number of rows each."""
     return f"pages_of_{queries}_rows" + ("" if window is None else f"_in_windows_of_{window}")
 
 
@@ -38,11 +39,11 @@ class PageCost(NamedTuple):
     """The cost of one page of each of Q sequences.
 
     Attributes:
-      products: the scores, and their product with the values, as (batch, m, k, n).
-      flops: of what lies between the two.
-      least_bytes: of the pages, read once.
-      most_bytes: where pages are gathered first, and scores, weights and sums go through memory.
-      workspace: bytes of the gathered pages, the scores and weights, and the sums before and after.
+      products: sizes (batch, m, k, n) of two products: queries with keys, and weights with values.
+      flops: FLOPs of the element-wise work between the two products.
+      least_bytes: bytes moved if each page is read once and nothing else goes through memory.
+      most_bytes: bytes moved if pages are gathered first, and scores, weights and sums go through memory.
+      workspace: bytes of the gathered pages, the scores, the weights, and the sums before and after the page.
     """
 
     products: tuple[tuple[int, int, int, int], tuple[int, int, int, int]]

@@ -239,7 +239,7 @@ def test_what_is_frozen_is_gathered_and_not_sent():
     assert sums.bytes == 2 * model.d_model
     probe = {(c.kind, c.of): c.times for c in traffic.collectives(changed(whole, frozen=paths - {"unembedding"}))}
     assert probe["all-gather", "layers"] == model.num_layers and ("reduce-scatter", "embedding") not in probe
-    assert probe["reduce-scatter", "stream"] == probe["all-gather", "stream"] == 2 * model.num_layers + 1
+    assert probe["reduce-scatter", "residual"] == probe["all-gather", "residual"] == 2 * model.num_layers + 1
 
 
 def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
@@ -394,8 +394,8 @@ def test_what_is_sent():
     (gradients,) = (c for c in found if c.axes == ("data",))
     assert gradients.times == 1
     # Those of tests/test_traffic.py: of each microbatch, in a layer two forward and two backward, and one each around.
-    streams = [c for c in found if c.of == "stream"]
-    assert all(c.times == 2 * (4 * work.model.num_layers + 2) for c in streams)
+    residuals = [c for c in found if c.of == "residual"]
+    assert all(c.times == 2 * (4 * work.model.num_layers + 2) for c in residuals)
     assert not traffic.collectives(changed(work, layout=meshes.layout()))
 
 
@@ -409,7 +409,7 @@ def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(norm_placement
     def sums(remat):
         model = model_fixtures.model(norm_placement=norm_placement)
         work = workload("train", model, 16, 32, remat=remat, layout=Layout(tensor=2), kernels="xla")
-        return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "stream"))
+        return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "residual"))
 
     assert sums("full") - sums("none") == (2 if norm_placement == "both" else 1) * model_fixtures.model().num_layers
 

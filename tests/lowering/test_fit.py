@@ -44,9 +44,9 @@ def test_none_fits():
     assert best is None and tried
 
 
-def test_held_settings_do_not_vary():
+def test_fixed_settings_do_not_vary():
     work = changed(WORK, microbatches=2, remat="full")
-    best, tried = fit(work, TARGET, lambda work: 1, lambda line: None, held=("microbatches", "remat"))
+    best, tried = fit(work, TARGET, lambda work: 1, lambda line: None, fixed=("microbatches", "remat"))
     assert best == work and [t.work for t in tried] == [work]
     assert {w.remat for w in variants(work, ["remat"])} == {"full"} and len(list(variants(work, ["remat"]))) > 1
     assert not list(variants(changed(work, microbatches=3), ["microbatches"]))

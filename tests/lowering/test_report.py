@@ -84,15 +84,15 @@ def assert_flops_and_memory_agree(found, platform, kind, holes=0.01):
     memory = found.report.memory
     assert memory.peak == memory.arguments + memory.outputs + memory.temporaries <= memory.capacity
     # All arguments are live at the peak, and all temporaries but for holes that the allocator leaves between them.
-    named = sum(held.bytes for held in found.report.held if not held.array)
+    named = sum(held.bytes for held in found.report.held_buffers if not held.array)
     assert named == pytest.approx(memory.arguments, rel=1e-2)
     live = buffers.peak(hlo.parse(found.optimised)).bytes
-    assert live == sum(held.bytes for held in found.report.held if held.array)
+    assert live == sum(held.bytes for held in found.report.held_buffers if held.array)
     assert live <= 1.001 * memory.temporaries
     if platform == "cuda":  # a TPU has most of so small a program in VMEM, and keeps scratch in memory
         assert live >= (1 - holes) * memory.temporaries and not memory.gaps
     if kind == "train":
-        assert any("models/" in held.source for held in found.report.held)
+        assert any("models/" in held.source for held in found.report.held_buffers)
 
 
 @pytest.mark.exhaustive  # the sample of it is in test_loops.py

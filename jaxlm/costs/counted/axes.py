@@ -40,7 +40,7 @@ def dimensions(axes: Sequence[str | None], shape: Sequence[int]) -> Dimensions:
 
 
 def unnamed(shape: Sequence[int]) -> Dimensions:
-    """Return the dimensions of an array whose axes nobody knows."""
+    """Return the dimensions of an array whose axes are unknown."""
     return dimensions((None,) * len(shape), shape)
 
 
@@ -50,8 +50,8 @@ def factors(array: Dimensions) -> tuple[Factor, ...]:
 
 
 def through(eqn: Any, operands: Sequence[Dimensions | None]) -> Dimensions | None:
-    """Return the dimensions of an equation's only result, of operands whose axes are known or not (None); None where
-    none are known, or where they do not follow."""
+    """Return the dimensions of an equation's only result. An operand whose axes are unknown is None; the result is None
+    if no operand's axes are known, or if the result's axes do not follow from them."""
     name, params = eqn.primitive.name, eqn.params
     shape = tuple(eqn.outvars[0].aval.shape)
     if not operands or all(each is None for each in operands):
@@ -91,7 +91,7 @@ def _resized(dimension: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
 
 
 def _merged(arrays: Sequence[Dimensions]) -> Dimensions | None:
-    """Return for each dimension what the first array that knows its axes says."""
+    """Return each dimension as in the first array whose axes of that dimension are known."""
     if not arrays:
         return None
     known = [[each for each in same if any(factor.axis for factor in each)] for same in zip(*arrays, strict=True)]
@@ -119,7 +119,7 @@ def _reshaped(array: Dimensions, shape: tuple[int, ...]) -> Dimensions:
 
 
 def products_inside(eqn: Any, products: frozenset[str]) -> bool:
-    """Return whether an equation's own jaxprs hold one of these primitives."""
+    """Return whether the jaxprs in an equation's parameters have one of these primitives."""
     for inner in jaxprs_in_params(eqn.params):
         for each in inner.eqns:
             if each.primitive.name in products or products_inside(each, products):

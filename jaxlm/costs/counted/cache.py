@@ -16,7 +16,7 @@ from jaxlm.parallel.rules import Kind
 
 
 def kv_cache(work: Workload) -> int:
-    """Bytes of the pages that one device holds for all sequences of a step, and of the page for rows of padding."""
+    """Return the bytes of pages on one device: those of all sequences of a step, and one page for padding rows."""
     layout = page_layout(work)
     counts = [work.slots * most_pages(work.sequence, window, work.page) + 1 for window in layout.groups]
     layers = {name: entry.layers for name, entry in slots(work.model, work.kind, work.layout).items()}
@@ -28,7 +28,7 @@ def kv_cache(work: Workload) -> int:
 
 
 def page_layout(work: Workload) -> PageLayout:
-    """Return the groups of pages of a model; an entry stands for all layers that keep the same."""
+    """Return the groups of pages of a model; one entry stands for all layers that keep the same slots."""
     return _page_layout(work.model, work.kind, work.layout, work.page)
 
 
@@ -38,12 +38,12 @@ def _page_layout(model: ModelConfig, kind: Kind, layout: Layout, page: int) -> P
 
 
 def _page_numbers(work: Workload, slot: Slot) -> int:
-    """Numbers of a page of a slot on one device: of its tokens, or of a state."""
+    """Return the number of elements on one device of a page of a slot: of the page's tokens, or of one state."""
     return math.prod(work.shape(slot.axes, slot.shape)) * (work.page if slot.per == "token" else 1)
 
 
 def kv_bytes_per_token(work: Workload) -> int:
-    """Bytes that a token adds to the cache, over the whole mesh without replicas."""
+    """Return the bytes that a token adds to the cache, over the whole mesh, each replicated array once."""
     entries = slots(work.model, work.kind, Layout())
     per_token = [(layers, slot) for layers, each in entries.values() for slot in each.values() if slot.per == "token"]
     return sum(layers * math.prod(slot.shape) * _itemsize(work, slot) for layers, slot in per_token)

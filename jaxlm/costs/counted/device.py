@@ -17,7 +17,7 @@ from jaxlm.parallel.rules import Placement, together
 
 
 class _PlacedArray(NamedTuple):
-    """An array on one device, but for its rows: those of the batch, or the draws of them, which are a dimension."""
+    """An array on one device for any number of rows. `rows`: the logical axis of rows and its dimension, or None."""
 
     value: int
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class _PlacedArray(NamedTuple):
 
 
 class DeviceStep:
-    """One device of a mesh in a step: the recording, and what each door costs there."""
+    """One device of a mesh in a step: the recording, and the cost of each door on that device."""
 
     def __init__(self, work: Workload):
         self.work = work
@@ -35,17 +35,17 @@ class DeviceStep:
         layout, dtypes = work.representative().layout, (work.dtype, work.page_dtype)
         if work.kind == "train":
             forward: tuple[Any, ...] = work.model, work.sequence, work.dropout, work.lora
-            self.recording, self._runs = recorder.record(*forward), ()
+            self.recording, self._sections = recorder.record(*forward), ()
         else:
             forward = work.model, work.page
-            self.recording, self._runs = recorder.record_engine(*forward), work.runs
+            self.recording, self._sections = recorder.record_engine(*forward), work.sections
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
-        of_rows = work.rows(), work.draws(), self._runs, dtypes, work.platform, work.runs_kernels
+        of_rows = work.rows(), work.draws(), self._sections, dtypes, work.platform, work.runs_kernels
         self._costs, self.rerun = _shared(*forward, work.rules, work.frozen, layout, *of_rows)
 
     @cached_property
     def trained(self) -> frozenset[int]:
-        """The values that gradients pass; none in inference."""
+        """The values that gradients reach; none in inference."""
         work = self.work
         if work.kind != "train":
             return frozenset()
@@ -84,8 +84,8 @@ class DeviceStep:
         if key not in self._placed:
             self._placed[key] = self._place(use)
         operands, results = map(self._local_arrays, self._placed[key])
-        training, runs = work.kind == "train", self._runs
-        local = Local(operands, results, use.marker.options, work.platform, work.runs_kernels, training, runs)
+        training, sections = work.kind == "train", self._sections
+        local = Local(operands, results, use.marker.options, work.platform, work.runs_kernels, training, sections)
         self._costs[key] = local, use.marker.door.declare(local)
         return self._costs[key]
 
@@ -121,12 +121,12 @@ class DeviceStep:
         return tuple(place(*each) for each in operands), tuple(place(*each) for each in results)
 
     def weight(self, use: RecordedOp) -> int | None:
-        """Return the place of the first parameter among the operands of a door: a matrix, a table or a gain."""
+        """Return the index of the first parameter among the operands of a door: a matrix, a table or a gain."""
         parameters = self.recording.parameters
         return next((i for i, value in enumerate(use.operands) if value in parameters), None)
 
     def gathered_over(self, use: RecordedOp) -> tuple[str, ...]:
-        """Return the mesh axes over which the first parameter of a door is gathered for it."""
+        """Return the mesh axes over which the first parameter of a door is gathered before the door computes."""
         i = self.weight(use)
         return () if i is None else self.work.gathered_over(use.marker.operands[i], use.shapes[i])
 
@@ -140,7 +140,7 @@ class DeviceStep:
         return self.work.placed(use.marker.operands[index], use.shapes[index], use.num_query_heads)
 
     def contracted_over(self, use: RecordedOp) -> tuple[str, ...]:
-        """Return the mesh axes that shard what a door contracts, over which its result is summed."""
+        """Return the mesh axes that shard a door's contracted dimensions: the result is summed over these axes."""
         if (contracted := self.cost(use).contracted) is None:
             return ()
         operand, dimensions = contracted
@@ -149,7 +149,7 @@ class DeviceStep:
 
     @cached_property
     def bytes(self) -> dict[int, int]:
-        """The bytes of each value that a door reads or makes, but of parameters."""
+        """The bytes of each value, except parameters, that a door reads or makes."""
         sizes: dict[int, int] = {}
         for use in self.recording.uses:
             local = self.local(use)
@@ -160,7 +160,7 @@ class DeviceStep:
         return sizes
 
     def same(self, value: int) -> int:
-        """Return the value whose buffer it is: what is whole already is not gathered."""
+        """Return the value whose buffer a value shares: gathering an array that is whole already makes no copy."""
         return self._aliases.get(value, value)
 
     @cached_property
@@ -170,7 +170,7 @@ class DeviceStep:
         return {whole: part for whole, part in pairs if self.bytes[whole] == self.bytes[part]}
 
     def copied_heads(self, use: RecordedOp) -> int:
-        """Return the key/value heads of a product that several devices compute the same of; 0 where none do."""
+        """Return the number of a product's key/value heads if several devices compute the same heads, else 0."""
         product = self.cost(use).weight_product
         if product is None or use.num_query_heads is None:
             return 0
@@ -180,8 +180,8 @@ class DeviceStep:
         return size if size % self.work.shards("act_heads", use.num_query_heads) else 0
 
 
-# What steps share of which a device computes the same: a search asks for many of them. The first result of a door is
-# its key.
+# Results that steps with the same local computation share, for the many steps of a search. A door's key is its first
+# result.
 
 
 @functools.lru_cache(maxsize=256)
@@ -191,18 +191,19 @@ def _placed_arrays(*_: Any) -> dict[int, tuple[tuple[_PlacedArray, ...], tuple[_
 
 @functools.lru_cache(maxsize=128)
 def _shared(*_: Any) -> tuple[dict[int, tuple[Local, DoorCost]], dict[Remat, frozenset[int]]]:
-    """Return what doors declare, and what runs again under each rematerialisation."""
+    """Return the shared declarations of doors, and the values that each rematerialisation recomputes."""
     return {}, {}
 
 
 @functools.lru_cache(maxsize=128)
 def device_step(work: Workload) -> DeviceStep:
-    """Return a device of a step."""
+    """Return one device of a step."""
     return DeviceStep(work)
 
 
 def replicated_kv_heads(work: Workload) -> list[int]:
-    """Return the numbers of key/value heads that the mesh does not divide: several devices compute the same."""
+    """Return the numbers of key/value heads that the mesh does not divide, so that several devices compute the same
+    heads."""
     step = device_step(work)
     return sorted({heads for use in step.recording.uses if (heads := step.copied_heads(use))})
 

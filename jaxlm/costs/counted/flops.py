@@ -14,12 +14,12 @@ from jaxlm.parallel.layout import Layout
 class Flops(NamedTuple):
     """FLOPs of the matrix products of a step.
 
-    `napkin`: 6 for each parameter that multiplies and each token in training (Kaplan et al. 2020, arXiv:2001.08361,
-    section 2.1), 4 for those beside adapters, which have no gradient, and 2 in inference; attention is left out.
+    `napkin`: for each matrix parameter and token 6 in training (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), 4
+    if the parameter stands beside adapters and has no gradient, and 2 in inference; attention is left out.
     `model`: the products of forward and backward pass, attention whole, each once (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B, with the exact sizes); MFU is of these. In a layer with a window each query has as
-    many keys as that. `model_causal`: with half of attention, in a layer with a window what causality leaves of it.
-    `executed`: what runs, with what rematerialisation computes again, and the products of the optimizer.
+    arXiv:2204.02311, appendix B, with the exact sizes); MFU uses this figure. In a layer with a window, each query has
+    the keys of its window. `model_causal`: `model` without the scores that causality hides, half of them in a layer
+    without a window. `executed`: all products that run, those of rematerialisation and the optimizer included.
     """
 
     napkin: int
@@ -29,16 +29,16 @@ class Flops(NamedTuple):
 
 
 def matmul_tokens(work: Workload) -> dict[str, int]:
-    """Return the tokens of a step that each parameter multiplies, by its path."""
+    """Return the number of tokens that each matrix parameter multiplies in a step, by path."""
     whole = replace(work, layout=Layout()).representative()
     if work.kind != "train":
-        (whole,) = whole.as_asked().steps_of_engine()
+        (whole,) = whole.without_kernels_or_padding().by_step_shape()
     device = device_step(whole)
     products = ((use, device.cost(use).weight_product) for use in device.recording.uses)
     products = [(device.recording.parameter(use), use, each.product) for use, each in products if each]
     if work.kind != "train":
         return {path: product.m for path, _, product in products}
-    # Numbers of a row over those that a token has: a loss pads its tokens.
+    # Elements of a row over elements of a token: the product's own rows include the padding of the loss.
     return {path: work.batch * (math.prod(use.shapes[0]) // product.k) for path, use, product in products}
 
 
@@ -54,22 +54,23 @@ def napkin_flops(work: Workload) -> int:
 
 def flops(work: Workload) -> Flops:
     """Return the exact FLOPs of a step over the whole job."""
-    if work.kind != "train":  # shards of an engine compute padding of their own
-        shard = replace(work, batch=work.slots, layout=Layout(), step=None)
+    if work.kind != "train":  # each shard of an engine pads its own rows
+        shard = replace(work, batch=work.slots, layout=Layout(), engine_steps=None)
         executed = sum(op.times * op.flops for op in operations.step(shard))
-        return _flops(replace(work, layout=Layout(), step=None))._replace(executed=work.batch_shards * executed)
+        return _flops(replace(work, layout=Layout(), engine_steps=None))._replace(executed=work.batch_shards * executed)
     return _flops(replace(work, layout=Layout()))
 
 
 @functools.lru_cache(maxsize=1024)
 def _flops(whole_step: Workload) -> Flops:
-    """Return the FLOPs of a step on one device; a search asks for the same on many layouts."""
-    ran = operations.step(whole_step)
-    executed = sum(op.times * op.flops for op in ran)
-    # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
-    # for scores that a CPU leaves out.
-    asked = ran if whole_step == whole_step.as_asked() else operations.step(whole_step.as_asked())
-    once = [op for op in asked if op.phase in ("forward", "backward")]
+    """Return the FLOPs of a step on one device; all layouts of a search share the result."""
+    executed_ops = operations.step(whole_step)
+    executed = sum(op.times * op.flops for op in executed_ops)
+    # The model's products are those of plain JAX: kernels compute some products again and pad the last chunk of the
+    # loss, and a CPU leaves out scores.
+    plain = whole_step.without_kernels_or_padding()
+    model_ops = executed_ops if whole_step == plain else operations.step(plain)
+    once = [op for op in model_ops if op.phase in ("forward", "backward")]
     model = causal = sum(op.times * op.flops for op in once if op.visible is None)
     for op in once:
         if op.visible is not None:

@@ -1,7 +1,7 @@
 """Memory of one layer on one device: the activations kept for its backward pass, and its working memory.
 
-Both follow from the recording: a value is there from the door that makes it to the last that reads it. What XLA keeps
-of a door besides, the door declares.
+Both follow from the recording: a value is live from the door that makes the value to the last door that reads it. A
+door declares what XLA keeps for that door besides operands and results.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from jaxlm.costs.workload import memoized
 
 
 class LayerPeak(NamedTuple):
-    """Bytes of a layer where it needs most, and the place of the door at which it does."""
+    """Bytes of a layer at its peak, and the index of the door at the peak."""
 
     bytes: int
     at: int
@@ -22,9 +22,12 @@ class LayerPeak(NamedTuple):
 
 @memoized
 def kept(device: DeviceStep) -> int:
-    """Bytes that all layers keep for their backward pass: what each begins with and what has the names that are kept,
-    with what doors keep beside such a result; without rematerialisation all that it reads. Random masks outside of
-    layers stay in any case."""
+    """Return the bytes that all layers keep for their backward pass.
+
+    With rematerialisation these are a layer's inputs, the values with the names that the policy keeps, and what doors
+    keep beside a value with such a name; without rematerialisation, all that the backward pass reads. Random masks
+    outside of layers are kept in either case.
+    """
     work, recording = device.work, device.recording
     total = sum(device.cost(use).saved.masks for use in recording.by_layer[None])
     for layer, begin in enumerate(recording.layers):
@@ -41,17 +44,17 @@ def kept(device: DeviceStep) -> int:
 
 
 def _begin(device: DeviceStep, begin: Iterable[int]) -> set[int]:
-    """Return the activations with which a layer begins."""
+    """Return the activations that a layer takes as input."""
     return device.recording.activations & set(begin) & device.bytes.keys()
 
 
 def _bytes(device: DeviceStep, values: Iterable[int]) -> int:
-    """Bytes of these values, each buffer once."""
+    """Return the bytes of these values, each buffer once."""
     return sum(device.bytes[value] for value in {device.same(value) for value in values})
 
 
 def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> int:
-    """Bytes that the backward pass of doors reads, which are kept where nothing is computed again."""
+    """Return the bytes that the backward pass of doors reads; without recomputation, all of them are kept."""
     values, more = set(), 0
     shared = (device.cost(use).saved.shared for use in device.recording.uses)
     is_shared = len({each[0] for each in shared if each is not None}) <= 1
@@ -67,8 +70,8 @@ def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> int:
 
 @memoized
 def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
-    """Return the forward pass of a layer where it is largest: at a door with a workspace, or else where most values are
-    there. `keeps`: all that the backward pass reads is kept."""
+    """Return the peak of a layer's forward pass: at a door with a workspace, or else where most values are live.
+    `keeps`: whether all values that the backward pass reads are kept."""
     uses = device.recording.by_layer[layer]
     begin, last = _begin(device, device.recording.layers[layer]), _last_reads(device, uses)
     working, is_tpu = _with_workspace(device, uses), device.work.platform == "tpu"
@@ -81,8 +84,8 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
             workspace = cost.workspace.keeping[0] if keeps else cost.workspace.forward
             bytes_ = _bytes(device, through) + workspace
         else:
-            # A GPU's program frees a buffer after the operation that follows the last one that reads it. A TPU's frees
-            # it at once, and works in place where it can.
+            # A GPU's program frees a buffer one operation after the buffer's last reader. A TPU's program frees the
+            # buffer at once, and works in place where possible.
             kept_from = i if is_tpu else i - 1
             live = {value for value in there if last.get(value, -1) >= kept_from or value in use.results}
             bytes_ = _bytes(device, live - set(use.results) if cost.in_place.forward else live) + cost.workspace.beside
@@ -92,8 +95,8 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
 
 @memoized
 def backward(device: DeviceStep, layer: int) -> LayerPeak:
-    """Return the backward pass of a layer where it is largest: at a door with a workspace, or else where most of what
-    it reads and most gradients are there."""
+    """Return the peak of a layer's backward pass: at a door with a workspace, or else where most kept values and
+    gradients are live."""
     uses = device.recording.by_layer[layer]
     working, peaks = _with_workspace(device, uses), []
     for i in working or range(len(uses)):
@@ -106,36 +109,36 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
 
 
 def _with_workspace(device: DeviceStep, uses: Sequence[RecordedOp]) -> list[int]:
-    """Return the places of doors whose workspace is more than all else."""
+    """Return the indices of doors with a workspace, which is larger than all else."""
     return [i for i, use in enumerate(uses) if device.cost(use).workspace.forward]
 
 
 def _last_reads(device: DeviceStep, uses: Sequence[RecordedOp]) -> dict[int, int]:
-    """Return the place of the last door of a layer that reads each value; that of its result is the end."""
+    """Return the index of each value's last reader in a layer; for the layer's result, the number of doors."""
     last = {device.same(value): i for i, use in enumerate(uses) for value in use.operands}
     return last | {device.same(value): len(uses) for value in uses[-1].results}
 
 
 def _bytes_of_gradients(device: DeviceStep, layer: int, at: int) -> int:
-    """Bytes of the gradients that are there while one door's are computed: of values that it reads or makes, and of
-    those that later doors read and earlier ones make."""
+    """Return the bytes of the gradients that are live in the backward pass of a door: those of the values that the door
+    reads or makes, and of the values that later doors read and earlier doors make."""
     uses, there = device.recording.by_layer[layer], set()
     begin = _begin(device, device.recording.layers[layer])
     maker = {value: i for i, use in enumerate(uses) for value in use.results} | dict.fromkeys(begin, -1)
     last = {value: i for i, use in enumerate(uses) for value in use.operands}
     for value, made_at in maker.items():
-        # A buffer is freed after the operation that follows.
+        # A buffer is freed one operation after its last reader.
         if made_at <= at + 1 and last.get(value, len(uses)) >= at:
             there.add(value)
     return _bytes(device, there - set(uses[at].results) if device.cost(uses[at]).in_place.backward else there)
 
 
 def _around_workspace(device: DeviceStep, layer: int, at: int) -> int:
-    """Bytes in the backward pass of a door with a workspace.
+    """Return the bytes of the layer in the backward pass of a door with a workspace.
 
-    On a GPU products that give the gradients of matrices come last, and what they read is still there: the inputs of
-    the layer's products, and the gradients of what later ones make; of the residual, its gradient and the result there
-    are float32 copies. A TPU keeps less.
+    A GPU's program computes the gradients of matrices last, and keeps until then what these products read: the inputs
+    of the layer's products, and the gradients of the results of later products. Of the residual, its gradient and the
+    door's result there are float32 copies. A TPU's program keeps less.
     """
     uses, work = device.recording.by_layer[layer], device.work
     use, cost = uses[at], device.cost(uses[at])

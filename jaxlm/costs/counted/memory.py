@@ -1,8 +1,7 @@
 """Memory of one device at the peak of a step, from the recording of the model.
 
-A step goes through phases. What it holds at its peak is the largest of them, not the sum of all that it ever holds.
-Which arrays XLA keeps in each was read from its programs (`jaxlm.lowering.buffers`); docs/memory.md holds the two
-against each other.
+A step goes through phases. Its peak is the memory of the largest phase, not the sum over phases. Which arrays XLA keeps
+in each phase was read from XLA's programs (`jaxlm.lowering.buffers`); docs/memory.md compares the counts with them.
 """
 
 import functools
@@ -18,14 +17,15 @@ from jaxlm.costs.workload import Workload
 
 
 class Memory(NamedTuple):
-    """Bytes on one device at the peak of a step: of each kind, what is there at that moment.
+    """Bytes on one device at the peak of a step, by kind of array.
 
-    `parameters`: the float32 masters, the copy in the dtype that computes, which is the only one of what is not trained
-    beside adapters, and matrices gathered over `fsdp`; in inference that copy alone.
-    `gradients`: those of the layers in that dtype and whole ones that wait to be added over `fsdp`, and the float32
-    sums of microbatches. `optimizer`: its state, and the average of the parameters where there is one. `activations`:
-    what layers keep for the backward pass, and the work of one layer. `logits`: float32 with their gradient, or the
-    gradient alone; in inference with the normalised residual that they are of. `kv_cache`: the pages of the engine.
+    `parameters`: the float32 masters, the copies in the dtype of the computation, and matrices gathered over `fsdp`;
+    parameters that adapters leave untrained, and all parameters in inference, have that copy alone.
+    `gradients`: the layers' gradients in the dtype of the computation, whole gradients that wait to be reduced over
+    `fsdp`, and the float32 sums of microbatches. `optimizer`: the optimizer's state, and the average of the parameters
+    if one is kept. `activations`: what layers keep for the backward pass, and the working memory of one layer.
+    `logits`: float32 logits with their gradient, or the gradient alone; in inference the logits and the normalised
+    residual before the unembedding. `kv_cache`: the pages of the engine.
     """
 
     parameters: int
@@ -42,109 +42,110 @@ class Memory(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def memory(work: Workload) -> Memory:
-    """Return the peak memory of a step on one device of the mesh. But for a TPU, XLA is assumed to compile as for a
+    """Return the peak memory of a step on one device of the mesh. Except on a TPU, XLA is assumed to compile as for a
     GPU."""
     if work.kind == "train":
         phases = list(_training(device_step(work)))
     else:
-        phases = [_inference(device_step(step)) for step in work.steps_of_engine()]
+        phases = [_inference(device_step(step)) for step in work.by_step_shape()]
     return max(phases, key=lambda phase: phase.total)
 
 
 def trained(work: Workload) -> Memory:
     """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
     parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
-    moved, total = sum(_gradients(work).values()), _trainable(work)
+    num_gradients, total = sum(_gradients(work).values()), _trainable(work)
     declared, shares = work.parameters, copied(work.model, work.lora)
     sliced = int(sum(work.stored(declared[path].axes, declared[path].shape) * n for path, n in shares.items()))
     working = (total * (work.dtype != "float32") + sliced) * work.itemsize
     state = operations.optimizer_bytes(work) + (4 * total if work.average else 0)
-    held = 4 * total + _base(work) + working
-    return Memory(held, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
+    parameters = 4 * total + _base(work) + working
+    return Memory(parameters, num_gradients * work.itemsize + _sums(work, num_gradients), state, 0, 0, 0)
 
 
 def _trainable(work: Workload) -> int:
-    """Numbers of the parameters that have a float32 copy."""
+    """Return the number of elements on one device of the parameters that have a float32 copy."""
     return sum(work.stored(d.axes, d.shape) for d in work.trainable.values())
 
 
 def _base(work: Workload) -> int:
-    """Bytes of the parameters that are not trained beside adapters."""
+    """Return the bytes of the parameters that adapters leave untrained."""
     declared = work.parameters
     return work.itemsize * sum(work.stored(declared[path].axes, declared[path].shape) for path in work.base)
 
 
 def _gradients(work: Workload) -> dict[str, int]:
-    """Numbers of each parameter's gradient, of what is not frozen."""
+    """Return the number of elements of each gradient on one device, by path, for parameters that are not frozen."""
     leaves = work.trainable.items()
     return {path: work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen}
 
 
 def _sums(work: Workload, numbers: int) -> int:
-    """Bytes of gradients added over microbatches."""
+    """Return the bytes of gradients accumulated over microbatches."""
     return 4 * numbers if work.microbatches > 1 else 0
 
 
 def _training(device: DeviceStep) -> Iterator[Memory]:
-    """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
+    """Yield the memory at the end of the forward pass, at the loss, at each layer's first backward pass, and at the
+    update."""
     work, recording, representative = device.work, device.recording, device_step(device.work.representative())
     gradients, layers = _gradients(work), range(len(recording.layers))
     through = any(use.layer is not None and device.trains(use) for use in recording.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
     total, itemsize = sum(gradients.values()), work.itemsize
-    held, sums, saved = trained(work), _sums(work, total), layer_memory.kept(representative) if through else 0
-    state = held.optimizer
+    resident, sums, saved = trained(work), _sums(work, total), layer_memory.kept(representative) if through else 0
+    state = resident.optimizer
 
     for layer in layers:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
-        yield Memory(
-            held.parameters + _gathered(device, recording.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0
-        )
+        gathered = _gathered(device, recording.by_layer[layer])
+        yield Memory(resident.parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
     ((use, loss),) = ((use, loss) for use in recording.uses if (loss := device.cost(use).loss))
     around, tables = saved, 0
-    if loss.gradients:  # with that of the residual
+    if loss.gradients:  # and the gradient of the residual
         around += _ungathered(device, use) + loss.gradients
         around += loss.padded_table if recording.parameter(use) in work.base else 0
         tables = (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
     is_array = loss.is_array or (recording.parameter(use) in gradients and device.gathered_over(use))
     gradient = loss.gradient if is_array else 0
     waiting = (gradient or loss.logits) if loss.waits else 0
-    yield Memory(held.parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
+    yield Memory(resident.parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
     for layer in layers if through else ():
         uses, backward = recording.by_layer[layer], layer_memory.backward(representative, layer)
         gathered = _gathered(device, _of_module(device, uses, backward.at))
         # The gradients of the last matrices wait to be summed.
         last = [use for use in _last(device, uses) if recording.parameter(use) in gradients]
-        made = sums + tables + itemsize * of_layers + _gathered(device, last)
-        yield Memory(held.parameters + gathered, made, state, saved + backward.bytes, waiting, 0)
+        gradient_bytes = sums + tables + itemsize * of_layers + _gathered(device, last)
+        yield Memory(resident.parameters + gathered, gradient_bytes, state, saved + backward.bytes, waiting, 0)
     yield Memory(4 * _trainable(work) + _base(work), sums or itemsize * total, state, 0, 0, 0)
 
 
 def _ungathered(device: DeviceStep, use: RecordedOp) -> int:
-    """Bytes of the residual that a door reads gathered, as it lies before."""
+    """Return the bytes of a residual before the gathering that precedes a door."""
     uses = device.recording.uses
     relay = next(each for each in uses if device.cost(each).relays and each.results[0] in use.operands)
     return device.local(relay).operands[0].bytes
 
 
 def _inference(device: DeviceStep) -> Memory:
-    """The largest layer of a step of the engine, beside all weights and pages, and what the step gives: logits, and the
-    normalised residual that they are of in float32."""
+    """Return the memory of an engine step at its largest layer, beside all weights and pages, and with the step's
+    results: logits, and the float32 normalised residual before the unembedding."""
     work, recording = device.work, device.recording
-    held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
+    parameters = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
     layers = (layer_memory.forward(device, layer, False).bytes for layer in range(len(recording.layers)))
     unembedding = next(use for use in reversed(recording.uses) if device.cost(use).workspace.forward)
     results = device.cost(unembedding).workspace.forward + 4 * device.local(unembedding).operands[0].numbers
-    return Memory(held, 0, 0, max(layers), results, kv_cache(work))
+    return Memory(parameters, 0, 0, max(layers), results, kv_cache(work))
 
 
 def _gathered(device: DeviceStep, uses: Iterable[RecordedOp]) -> int:
-    """Bytes of the parameters that are gathered for these doors, whole while they are used."""
+    """Return the bytes of the gathered parameters of these doors."""
     return sum(device.weight_bytes(use) for use in uses if device.gathered_over(use))
 
 
 def _of_module(device: DeviceStep, uses: Sequence[RecordedOp], at: int) -> list[RecordedOp]:
-    """Return the doors of the module in which one with a workspace stands, or the products before it that it reads."""
+    """Return the doors of the module that has the door at `at` if that door has a workspace, else the layer's last
+    products."""
     if device.cost(uses[at]).workspace.forward:
         return [use for use in uses if use.scope.startswith(uses[at].scope)]
     return _last(device, uses)
@@ -157,5 +158,5 @@ def _last(device: DeviceStep, uses: Sequence[RecordedOp]) -> list[RecordedOp]:
 
 
 def _tables(device: DeviceStep) -> int:
-    """Bytes of the largest parameter outside of layers that is gathered, while it is whole."""
+    """Return the bytes of the largest gathered parameter outside of layers."""
     return max(_gathered(device, [use]) for use in device.recording.by_layer[None])

@@ -36,10 +36,13 @@ Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
 
 
 class Operation(NamedTuple):
-    """One operation on one device, which a step runs `times` times. FLOPs are those of its product, beside
-    `elementwise` ones; `least_bytes` and `most_bytes` are the bracket of what it moves to and from memory each time. A
-    `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares. Of a product
-    of attention's scores only those that are `visible` are asked for: a kernel skips the others."""
+    """One operation on one device, which a step runs `times` times.
+
+    `flops` are those of its product; `elementwise` are its other FLOPs. `least_bytes` and `most_bytes` bracket what one
+    run moves to and from memory. `kernel`: a kernel of kernels_pallas, or a product in one; all operations of a scope
+    together are what the kernel declares. `visible`: the fraction of attention's scores that masks leave; a kernel
+    skips the others.
+    """
 
     scope: str
     phase: Phase
@@ -57,15 +60,15 @@ class Operation(NamedTuple):
 
     @property
     def least_flops(self) -> float:
-        """FLOPs that run at least."""
+        """The lower bound of the FLOPs: a kernel skips scores that are not visible."""
         return float(self.visible.causal) * self.flops if self.kernel and self.visible else self.flops
 
 
 def step(work: Workload) -> list[Operation]:
-    """Return all operations of a step on one device; in inference those of all steps of the engine that it takes."""
+    """Return all operations of a step on one device; in inference those of all steps of the engine."""
     if work.kind == "train":
         return [*_computed(work.representative()), *_optimizer(work)]
-    return [op for step in work.steps_of_engine() for op in _computed(step.representative())]
+    return [op for each in work.by_step_shape() for op in _computed(each.representative())]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,15 +77,15 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
     device, operations = device_step(work), []
     again = run_again(device)
     for use in device.recording.uses:
-        times = 1 if device.cost(use).of_all_steps else work.passes
+        times = 1 if device.cost(use).counts_all_steps else work.passes
         of_use = _of_use(device, use, again)
         operations += of_use if times == 1 else [op._replace(times=op.times * times) for op in of_use]
     return tuple(operations)
 
 
 def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Operation]:
-    """Yield the operations of a use of a door in a forward and backward pass; values that are `again` are computed
-    again."""
+    """Yield the operations of one use of a door in the forward and backward pass. `again`: the values that the backward
+    pass recomputes."""
     cost, trains = device.cost(use), device.trains(use)
     products, parts = _products(device, use, cost), list(passes(device, use))
     traced = [op for each in cost.traced for op in _traced(use, each)]
@@ -110,14 +113,13 @@ def _gradients(
         return
     trained = [operand in device.trained for operand in use.operands[:2]]
     for op, declared in zip(products, cost.products, strict=True):
-        asked = (True, True) if declared.all_gradients else trained
-        gradients = itertools.compress(op.product.gradients(), asked)
+        computed = (True, True) if declared.all_gradients else trained
+        gradients = itertools.compress(op.product.gradients(), computed)
         yield from (op._replace(phase="backward", product=product) for product in gradients)
 
 
 def _traced(use: RecordedOp, traced: Traced) -> Iterator[Operation]:
-    """Yield the operations of a traced function in each phase: its products, and all that it moves and computes
-    besides."""
+    """Yield the operations of a traced function in each phase: its products, then its other traffic and FLOPs."""
     work = traced_work(traced.function, traced.operands, traced.trained, traced.checkpointed)
     for phase, each in work.items():
         for product, times in each.products:
@@ -128,7 +130,7 @@ def _traced(use: RecordedOp, traced: Traced) -> Iterator[Operation]:
 
 
 def run_again(device: DeviceStep) -> frozenset[int]:
-    """Return the values that the backward pass makes again, from those that it reads."""
+    """Return the values that the backward pass recomputes."""
     remat = device.work.remat
     if remat not in device.rerun:
         device.rerun[remat] = frozenset(_run_again(device))
@@ -153,10 +155,10 @@ def saved(device: DeviceStep, use: RecordedOp) -> tuple[int, ...]:
 
 
 def _reruns(op: Operation, reruns: bool) -> bool:
-    """Return whether an operation of a layer runs again, whose result is computed again or not.
+    """Return whether an operation of a layer runs again. `reruns`: whether its result is recomputed.
 
-    The backward pass of what stays inside of a door, as scores do, asks for it again, whatever is kept. Loops of XLA
-    are fused into what reads them.
+    Values inside of a door, such as scores, are recomputed for the backward pass under every policy. XLA fuses its
+    loops into the operations that read their results.
     """
     return reruns or (not op.kernel and (op.product is None or op.visible is not None))
 
@@ -175,7 +177,7 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
 
 
 def _in_kernel(declared: KernelCost, products: Sequence[Operation]) -> Iterator[Operation]:
-    """Yield the products of a kernel; the first has what the kernel declares besides them."""
+    """Yield the products of a kernel. The first has the kernel's bytes and its FLOPs outside of products."""
     rest, moved = declared.flops - sum(op.flops for op in products), declared.bytes
     for op in products:
         yield op._replace(least_bytes=moved, most_bytes=moved, elementwise=rest, kernel=True)
@@ -183,7 +185,7 @@ def _in_kernel(declared: KernelCost, products: Sequence[Operation]) -> Iterator[
 
 
 def passes(device: DeviceStep, use: RecordedOp) -> Iterator[Pass]:
-    """Yield the work of a door element by element, but for what XLA fuses away outside of layers."""
+    """Yield the element-wise passes of a door, except those outside of layers that XLA fuses into a neighbour."""
     for each in device.cost(use).passes:
         if each.fused_once and use.layer is None:
             continue
@@ -211,7 +213,7 @@ def _flops_per_number(function: Callable[..., Any], operands: int) -> tuple[int,
 
 
 def _beside(use: RecordedOp, part: Pass, phase: Phase) -> Operation:
-    """Return the forward or backward operation. XLA's loops may be fused into a neighbour, a kernel is not."""
+    """Return the forward or backward operation of a pass. XLA may fuse its own loops, but no kernel."""
     each = part.backward if phase == "backward" else part.forward
     least, times = each.bytes if part.kernel else 0, use.times * part.times
     return Operation(_scope(use, part.scope), phase, times, None, least, each.bytes, each.flops, part.kernel)
@@ -221,14 +223,14 @@ def _scope(use: RecordedOp, name: str) -> str:
     return f"{use.scope}/{name}".strip("/")
 
 
-# For each number that trains, of AdamW. Other kinds, whose updates take 0.4 (SGD) to 1.6 times as many (Muon, besides
-# its products), are counted so too.
+# AdamW's FLOPs for each element that trains. Other optimizers, whose updates take 0.4 times (SGD) to 1.6 times (Muon,
+# without its products) this number, are counted the same.
 _OPTIMIZER_FLOPS = 28
 
 
 def _optimizer(work: Workload) -> Iterator[Operation]:
-    """Yield reads of gradient, parameter and state, writes of the last two, and products. What a group freezes has a
-    state all the same."""
+    """Yield the optimizer's operations: reads of gradients, parameters and state, writes of parameters and state, and
+    products. Frozen parameters of a group have optimizer state too."""
     stored = {path: work.stored(d.axes, d.shape) for path, d in work.trainable.items()}
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
     moved = 4 * (3 * trained + (2 * sum(stored.values()) if work.average else 0)) + 2 * optimizer_bytes(work)
@@ -253,7 +255,7 @@ def optimizer_bytes(work: Workload) -> int:
 
 
 def _declared(work: Workload) -> dict[str, OptimizerCost]:
-    """Return what the optimizer declares for each parameter, which no batch changes."""
+    """Return what the optimizer declares for each parameter; the batch does not matter."""
     return _of_optimizer(work.model, work.lora, work.optimizer, work.layout, work.rules)
 
 

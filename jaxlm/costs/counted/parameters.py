@@ -25,7 +25,7 @@ def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, 
 
 @functools.lru_cache(maxsize=256)
 def base(model: ModelConfig, lora: LoraConfig) -> frozenset[str]:
-    """The paths of the parameters that are not trained beside adapters."""
+    """Return the paths of the parameters that adapters leave untrained."""
     return frozenset(tree.paths(tree.shapes(tree.trained(abstract(model, lora)[1])[1])))
 
 
@@ -47,5 +47,5 @@ def slots(model: ModelConfig, kind: Kind, layout: Layout) -> dict[str, CacheEntr
 def windows(model: ModelConfig) -> tuple[int | None, ...]:
     """Return the windows in which layers read earlier tokens, each once."""
     entries = nnx.merge(*abstract(model)).slots().values()
-    found = [slot.window for entry in entries for slot in entry.slots.values() if slot.per == "token"]
-    return tuple(dict.fromkeys(found))
+    all_windows = [slot.window for entry in entries for slot in entry.slots.values() if slot.per == "token"]
+    return tuple(dict.fromkeys(all_windows))

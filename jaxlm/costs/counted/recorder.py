@@ -55,12 +55,12 @@ class RecordedOp(NamedTuple):
     Attributes:
       marker: the door, the logical axes of its operands and results, and its options.
       scope: the names around it.
-      times: it runs so often in a forward pass.
-      operands, results: the values that it reads and makes.
-      shapes, result_shapes: of these, for one row of a batch.
-      dtypes, result_dtypes: of these; None is the dtype that the model computes in.
-      layer: the number of the layer that it stands in, or None.
-      num_query_heads: those that read the key/value heads among its operands or results, or None.
+      times: number of runs in a forward pass.
+      operands, results: the values that the door reads and makes.
+      shapes, result_shapes: shapes of operands and results, for one row of a batch.
+      dtypes, result_dtypes: dtypes of operands and results; None is the dtype that the model computes in.
+      layer: the number of the layer around the door, or None.
+      num_query_heads: the query heads that read the key/value heads of an operand or a result, or None.
     """
 
     marker: Marker
@@ -82,7 +82,7 @@ class RecordedOp(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The settings that its cost depends on."""
+        """The settings that the door's cost depends on."""
         return dict(self.marker.options)
 
 
@@ -90,9 +90,9 @@ class RecordedOp(NamedTuple):
 class Recording:
     """The uses of doors in a forward pass in order, and how values are made of one another.
 
-    Values are numbers. `sources` has for each value those that it is made of; what a loop carries is made of its start
-    and of what the iteration before left. `parameters` are the paths of values that are parameters, `names` what
-    rematerialisation calls a value, and `layers` the values with which each layer begins.
+    Values are numbers. `sources` has for each value the values that it is computed from; a value that a loop carries
+    comes from its start and from the previous iteration. `parameters` are the paths of values that are parameters,
+    `names` the names of values for rematerialisation, and `layers` the values that each layer takes as input.
     """
 
     uses: list[RecordedOp] = field(default_factory=list)
@@ -166,8 +166,8 @@ def record(model: ModelConfig, sequence: int, dropout: bool, lora: LoraConfig | 
 
 @functools.lru_cache(maxsize=64)
 def record_engine(model: ModelConfig, page: int) -> Recording:
-    """Record the step of an engine with pages of this many tokens, of one row, whose sequence decodes. Layers that are
-    alike are recorded once, though the engine runs each by itself.
+    """Record the engine's step with a single row, whose sequence decodes, for pages of `page` tokens. Equal layers are
+    recorded once, although the engine's program has each layer by itself.
 
     Raises ValueError as `record` does.
     """
@@ -210,7 +210,7 @@ class _Reader:
         self._laid_out: dict[tuple, list[int]] = {}  # of a value by other axes
 
     def new(self, *sources: int) -> int:
-        """Return the number of a new value, made of these."""
+        """Return the number of a new value that is computed from these values."""
         self._numbers += 1
         if sources:
             self.recording.sources[self._numbers] = sources
@@ -283,8 +283,8 @@ class _Reader:
         return results
 
     def _of_rows(self, marker: Marker, operands: list[int]) -> Marker:
-        """Return the marker of a door with the rows that its first operand has: a batch's, or some that were selected
-        of them."""
+        """Return the marker of a door with the axis of rows of its first operand: all rows of a batch, or rows that
+        were selected from them."""
         first = self._axes.get(operands[0])
         rows = first[0][0].axis if first and first[0] else None
         if rows is None or rows == marker.operands[0][0]:
@@ -299,8 +299,8 @@ class _Reader:
     def _between_doors(
         self, eqn: Any, operands: list[int | None], scope: tuple[str, ...], times: int, layer: int | None
     ) -> list[int]:
-        """Return the numbers of the results of mathematics between doors; add a use where it computes each number of an
-        array that doors made."""
+        """Return the numbers of the results of an equation between doors. Add a use if the equation computes each
+        element of an array that doors made."""
         results = [self.new(*(value for value in operands if value is not None)) for _ in eqn.outvars]
         if len(results) > 1:
             return results
@@ -329,8 +329,8 @@ class _Reader:
         return results
 
     def _copied(self, operand: int, dropped: int = 0) -> int:
-        """Return the number of a value that is another one, or a part of it: without its first dimensions, or of a
-        parameter."""
+        """Return the number of a value that is another value or a part of it. `dropped`: the first dimensions that the
+        part lacks."""
         value = self.new(operand)
         if operand in self.recording.parameters:
             self.recording.parameters[value] = self.recording.parameters[operand]
@@ -339,7 +339,7 @@ class _Reader:
         return value
 
     def _scan(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int) -> list[int]:
-        """Read a loop once; each of its iterations uses the same doors."""
+        """Read the body of a loop once, since all iterations use the same doors."""
         body, (constants, carried) = eqn.params["jaxpr"].jaxpr, _constants_and_carried(eqn.params)
         entering = constants + carried
         inputs = [self._copied(operand, int(i >= entering)) for i, operand in enumerate(operands)]
@@ -351,7 +351,7 @@ class _Reader:
         return [*results[:carried], *(self._stacked(value, first) for value in results[carried:])]
 
     def _stacked(self, part: int, first: tuple[Factor, ...]) -> int:
-        """Return the number of what a loop stacks up of a value, along a first dimension."""
+        """Return the number of the array that a loop stacks from a value, along a new first dimension."""
         value = self.new(part)
         if part in self._axes:
             self._axes[value] = (first, *self._axes[part])
@@ -363,7 +363,7 @@ def _place(scope: Sequence[str]) -> str:
 
 
 def _dtype(atom: Any) -> str | None:
-    """Return the dtype of an array; None is the one that the model computes in."""
+    """Return the dtype of an array; None is the dtype that the model computes in."""
     dtype = atom.aval.dtype
     return None if dtype == _COMPUTE else str(dtype)
 

@@ -17,7 +17,8 @@ from jaxlm.models.doors.cost import Product
 
 
 class TracedWork(NamedTuple):
-    """The products of a phase and how often each runs, and FLOPs of the rest and bytes moved, as a jaxpr shows them."""
+    """The products of a phase with their numbers of runs, the FLOPs outside of products, and the bytes moved, all
+    counted from a jaxpr."""
 
     products: tuple[tuple[Product, int], ...]
     flops: int
@@ -31,9 +32,9 @@ def traced_work(
     trained: tuple[int, ...],
     checkpointed: bool,
 ) -> dict[Phase, TracedWork]:
-    """Return the work of a function forward, backward, and of what its backward pass computes again.
+    """Return the work of a function in its forward pass, its backward pass and its rematerialisation.
 
-    Raises ValueError where products are not all `dot_general`s that run a known number of times.
+    Raises ValueError unless every product is a `dot_general` with a known number of runs.
     """
     arrays = [jax.ShapeDtypeStruct(*each) for each in operands]
     called = jax.checkpoint(function, prevent_cse=False) if checkpointed else function

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core.launch import KernelCost, KernelCosts
-from kernels_pallas.paged_attention.costs import PagedRuns
+from kernels_pallas.paged_attention.costs import SectionReads
 
 
 @functools.cache
@@ -58,8 +58,8 @@ class LocalArray(NamedTuple):
         return self.numbers * self.itemsize
 
 
-class WholeTexts(NamedTuple):
-    """Queries of so many sequences, the last of so many keys each, without the padding of an engine."""
+class UnpaddedReads(NamedTuple):
+    """Sequences of `keys` tokens, of which the last `queries` are the queries, without an engine's padding."""
 
     sequences: int
     queries: int
@@ -71,8 +71,9 @@ class Local(NamedTuple):
 
     Attributes:
       settings: the options of the door's signature.
-      kernels: those of kernels_pallas run, wherever they serve.
-      runs: of an engine's rows, those of each kind with the pages that they read in all its steps.
+      kernels: whether kernels of kernels_pallas run, wherever they serve.
+      sections: the sections of an engine step's rows, each with what its rows read in all steps of that shape; none in
+        training.
     """
 
     operands: tuple[LocalArray, ...]
@@ -81,7 +82,7 @@ class Local(NamedTuple):
     platform: Literal["gpu", "tpu", "cpu"]
     kernels: bool
     training: bool
-    runs: tuple[PagedRuns | WholeTexts, ...] = ()
+    sections: tuple[SectionReads | UnpaddedReads, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -310,7 +311,8 @@ class DoorCost(NamedTuple):
       statistics: sums over devices that do not follow from axes.
       relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
       sums_gradients: the gradient of the first operand is summed over devices whole, and not scattered.
-      of_all_steps: its times are those of all steps of an engine together.
+      counts_all_steps: `times` of products and passes cover all the engine's steps of one shape; other doors' `times`
+        are of one step.
     """
 
     products: tuple[DoorProduct, ...] = ()
@@ -325,7 +327,7 @@ class DoorCost(NamedTuple):
     statistics: tuple[Statistics, ...] = ()
     relays: bool = False
     sums_gradients: bool = False
-    of_all_steps: bool = False
+    counts_all_steps: bool = False
 
     @property
     def weight_product(self) -> DoorProduct | None:

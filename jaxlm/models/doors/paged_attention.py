@@ -1,4 +1,4 @@
-"""Attention over keys and values that lie in the pages of an engine."""
+"""Attention over keys and values in the pages of an engine."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -6,7 +6,16 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Pass, Product, VisibleFraction, WholeTexts, Workspace
+from jaxlm.models.doors.cost import (
+    DoorCost,
+    DoorProduct,
+    Local,
+    Pass,
+    Product,
+    UnpaddedReads,
+    VisibleFraction,
+    Workspace,
+)
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import HEADS, Axes
 from jaxlm.models.views import PagedView
@@ -34,43 +43,44 @@ def _signature(
 
 
 def visible_fraction(queries: int, keys: int, window: int | None) -> VisibleFraction:
-    """Return the fractions of scores that a token sees: half of them without a window. One token sees its whole
-    window."""
+    """Return the fractions of scores that are visible. A single query sees all keys of its window; of several queries,
+    taken to be the same tokens as the keys, causality leaves half of the scores where there is no window."""
     size = min(window or keys, keys)
     whole = Fraction(size, keys)
     return VisibleFraction(whole, whole if queries == 1 else Fraction(size * (2 * keys - size), 2 * keys * keys))
 
 
 def _declare(local: Local) -> DoorCost:
-    """Declare the loop over pages, or the scores alone that are asked for."""
+    """Declare the loops over pages, or for a step without padding the products with the model's sizes."""
     products: list[DoorProduct] = []
     passes: list[Pass] = []
     workspace, window = 0, local.options["window"]
-    for runs in local.runs:
-        if isinstance(runs, WholeTexts):
-            products += _asked(local, runs)
+    for section in local.sections:
+        if isinstance(section, UnpaddedReads):
+            products += _unpadded_products(local, section)
             continue
-        page, trips = _page_cost(local, runs), runs.trips(window)
+        page, trips = _page_cost(local, section), section.trips(window)
         workspace = max(workspace, page.workspace)
-        if not trips:
+        if not trips:  # the rows of the section are all padding
             continue
         least, more = page.least_bytes // 2, (page.most_bytes - page.least_bytes) // 2
         for product, scope in zip(page.products, ("scores", "pv"), strict=True):
             products.append(DoorProduct(Product(*product), least, more, scope=scope, times=trips))
         passes.append(Pass(KernelCost(flops=page.flops), KernelCost(), "softmax", trips))
-    return DoorCost(tuple(products), passes=tuple(passes), workspace=Workspace(beside=workspace), of_all_steps=True)
+    return DoorCost(tuple(products), passes=tuple(passes), workspace=Workspace(beside=workspace), counts_all_steps=True)
 
 
-def _page_cost(local: Local, runs: costs.PagedRuns) -> costs.PageCost:
+def _page_cost(local: Local, section: costs.SectionReads) -> costs.PageCost:
+    """Return the cost of one trip of a section's loop over pages."""
     query, key, value = local.operands[:3]
-    rows = jax.ShapeDtypeStruct((runs.sequences, runs.queries, *query.shape[2:]), query.dtype)
+    rows = jax.ShapeDtypeStruct((section.sequences, section.queries, *query.shape[2:]), query.dtype)
     return costs.page_cost(rows, key.abstract, value.abstract, local.options["soft_cap"])
 
 
-def _asked(local: Local, texts: WholeTexts) -> Iterator[DoorProduct]:
-    """Yield the products of whole texts, without padding."""
+def _unpadded_products(local: Local, reads: UnpaddedReads) -> Iterator[DoorProduct]:
+    """Yield the two products of attention without padding: queries with keys, and weights with values."""
     (_, _, N, H), (_, K, _, _), (*_, V) = (each.shape for each in local.operands[:3])
-    sequences, queries, keys = texts
+    sequences, queries, keys = reads
     visible = visible_fraction(queries, keys, local.options["window"])
     scores, pv = (sequences * K, N // K * queries, H, keys), (sequences * K, N // K * queries, keys, V)
     yield DoorProduct(Product(*scores), 0, scope="scores", visible=visible)
@@ -81,7 +91,8 @@ def _asked(local: Local, texts: WholeTexts) -> Iterator[DoorProduct]:
 def paged_attention(
     query_R1NH: jax.Array, view: PagedView, *, scale: float | None, soft_cap: float | None, window: int | None
 ) -> jax.Array:
-    """Return attention by rows that follow one another in sections, [R, 1, N, V] (`kernels_pallas.paged_attention`).
+    """Return the attention of the rows of an engine's step, section after section, [R, 1, N, V]
+    (`kernels_pallas.paged_attention`).
 
     The arguments are those of `attention`.
     """

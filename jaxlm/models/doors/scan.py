@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxlm.models.doors.cost import DoorCost, Local, Saved, Traced, Workspace
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
-from kernels_pallas.paged_attention.costs import PagedRuns
+from kernels_pallas.paged_attention.costs import SectionReads
 
 States = dict[str, jax.Array]  # by slot, [B, *shape]
 TokenArray = tuple[jax.Array, Axes]  # [B, T, …] with its logical axes
@@ -103,18 +103,18 @@ class _Calls(NamedTuple):
 
 
 def _calls(local: Local) -> list[_Calls]:
-    """Return the calls on one device: the last chunk is padded. An engine carries runs of one row together, and those
-    of several one after the other."""
+    """Return the calls on one device; the last chunk is padded. An engine scans the sequences of its decode section in
+    one call, and the tiles of prompts one after the other."""
     size = local.options["size"]
 
     def of(rows: int, tokens: int, times: int = 1) -> _Calls:
         C = min(size or tokens, tokens)
         return _Calls(rows, C, times * math.ceil(tokens / C))
 
-    if not local.runs:
+    if not local.sections:
         return [of(*local.results[0].shape[:2])]
-    runs = [(each.sequences, each.queries, isinstance(each, PagedRuns)) for each in local.runs if each.sequences]
-    return [of(1, queries, n) if paged and queries > 1 else of(n, queries) for n, queries, paged in runs]
+    sections = [(each.sequences, each.queries, isinstance(each, SectionReads)) for each in local.sections]
+    return [of(1, queries, n) if paged and queries > 1 else of(n, queries) for n, queries, paged in sections if n]
 
 
 def _declare(local: Local) -> DoorCost:

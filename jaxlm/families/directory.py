@@ -66,7 +66,7 @@ class PublishedModel:
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor | LazyTensor]:
-        """The tensors of text, as the family names them. Raises InputError for a file that is missing or broken."""
+        """The tensors of the text model, by the family's names. Raises InputError for a missing or broken file."""
         return {name: tensor for name, tensor in self._named.items() if name not in self._left_out}
 
     @cached_property

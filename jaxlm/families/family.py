@@ -1,4 +1,4 @@
-"""Families: one file each, of the keys of config.json and the names of tensors that its models have."""
+"""Families: one file each, with the keys of config.json and the names of tensors of the family's models."""
 
 import functools
 import tomllib

@@ -56,8 +56,8 @@ class LayerKinds:
         return _model(found)
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
-        """Return the keys of windows and rotary positions, in both spellings. Raises InputError where the family has
-        none for them."""
+        """Return the keys of windows and rotary positions, in both spellings. Raises InputError if the family has
+        no keys for the model's layers."""
         windowed = [block.window is not None for block in model.layers]
         rotated = [block.position.kind == "rope" for block in model.layers]
         windows = {block.window for block in model.layers} - {None}

@@ -16,8 +16,9 @@ class Pattern:
     """An einops pattern with one more sign: `|` between parts that a stored tensor holds one after another.
 
     `"(n h | k h | k h) d -> d n h ; d k h ; d k h"` reads the fused projection of Phi-3 into queries, keys and values,
-    and writes it back. Part i goes to output i. There is one such axis at most, at any depth. `"(n (r two)) d -> d n
-    (two r)"` reads interleaved rotary pairs as halves. Only indices move: both directions are exact.
+    and writes queries, keys and values back. Part i goes to output i. At most one axis, at any depth, has parts.
+    `"(n (r two)) d -> d n (two r)"` reads interleaved rotary pairs as halves. Only indices move: both directions are
+    exact.
     """
 
     def __init__(self, text: str):
@@ -33,7 +34,7 @@ class Pattern:
         self._whole, self._flat = _grouped(self._whole), _axes(self._whole)
 
     def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-        """Return the size of each axis, from the shapes of the outputs. Raises ValueError where they disagree."""
+        """Return the size of each axis, from the shapes of the outputs. Raises ValueError if the shapes disagree."""
         known = dict(_CONSTANTS)
         for output, shape in zip(self.outputs, shapes, strict=True):
             groups = _groups(output)
@@ -81,7 +82,7 @@ class Pattern:
         return _rearranged(flat, " ".join(self._flat), self._whole, sizes)
 
     def _with(self, part: str) -> str:
-        """Return the flat stored axes with those of one part in the place of the fused axis."""
+        """Return the flat stored axes with the axes of one part in place of the fused axis."""
         return " ".join(f"({part})" if name == "fused" else name for name in self._flat)
 
     def _lengths(self, sizes: Mapping[str, int]) -> list[int]:
@@ -89,7 +90,7 @@ class Pattern:
 
 
 def _groups(text: str) -> list[str]:
-    """Return the axes of an array as a side of a pattern names them, each a name or a group in parentheses."""
+    """Return the axes of one side of a pattern, each a name or a group in parentheses."""
     return re.findall(r"\([^()]*\)|\w+", text)
 
 

@@ -1,7 +1,7 @@
 """Adapters in the format of PEFT (adapter_config.json, adapter_model.safetensors), read and written.
 
 The table of a family says which parameters a tensor holds. A permutation of a matrix's outputs is one of B's outputs. A
-tensor that holds several matrices stacks their A, and has each B in a block of its own; its rank and its alpha are
+tensor that holds several matrices stacks their A, and has each B in a block of its own; the tensor's rank and alpha are
 those of one matrix, times the number of matrices.
 """
 

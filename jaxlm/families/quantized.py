@@ -1,7 +1,7 @@
 """Quantized weights, with a scale to each block of numbers: read as bfloat16.
 
 FP8 with scales of blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; 128 × 128 in most files) and MXFP4 (OCP
-Microscaling Formats 1.0, section 5.4; as GPT-OSS has it). What is read is not written again: an export is in bfloat16.
+Microscaling Formats 1.0, section 5.4; as in GPT-OSS) are read. Neither is written: an export is in bfloat16.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 class Splitting(NamedTuple):
-    """The way that texts become words: a `pattern` (Oniguruma; GPT-2's where it is ""), and "NFC" before it or not."""
+    """The way that texts become words: by a `pattern` (Oniguruma; "" is GPT-2's), after normalization to NFC or not."""
 
     pattern: str
     nfc: bool = False

@@ -1,4 +1,4 @@
-"""The compiled table of characters in a SentencePiece normalizer, checked before a library follows it."""
+"""The compiled table of characters in a SentencePiece normalizer, checked before a library uses the table."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ _LEAF, _VALUE = 256, 2**31 - 1
 class CharacterTable:
     """A table of what UTF-8 texts are replaced by: a double array (Darts-clone), and the texts that it points at.
 
-    Raises InputError unless every step that any text can take in the array stays in it, and every entry points at the
-    beginning of a text: the library that follows it checks neither.
+    Raises InputError unless every step that any text can take in the array stays within the array, and every entry
+    points at the beginning of a text: the library that uses the table checks neither.
     """
 
     def __init__(self, compiled: bytes):
@@ -44,7 +44,7 @@ class CharacterTable:
             nodes = np.unique(children[~reached[children]])
 
     def replaced(self, text: str) -> str:
-        """Return a text in which the longest entries are replaced, from its start on."""
+        """Return a text after replacing, from its start on, the longest entry at each position."""
         content, found, at = text.encode(), b"", 0
         while at < len(content):
             size, replacement = self._longest(content, at)

@@ -1,4 +1,4 @@
-"""A converted tokenizer with an account of its own of the original format, and the probe that holds them together."""
+"""A converted tokenizer with independent code for the original format, and the probe that compares the two."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +35,9 @@ class Conversion(NamedTuple):
       backend: the tokenizer in the format of the `tokenizers` library.
       ids: the token ids that the original format gives a text without control tokens, computed without the backend;
         None for a text whose ids the original format leaves open.
-      restored: the text that decoding is to give back, which the format may have normalized.
-      begin: the special token that its publisher puts before every text, or None.
-      unknown: the id of what has no token, or None.
+      restored: the text that decoding must return for a text, which the format may have normalized.
+      begin: the special token that the publisher puts before every text, or None.
+      unknown: the id for characters without a token, or None.
     """
 
     backend: library.Tokenizer
@@ -48,11 +48,11 @@ class Conversion(NamedTuple):
 
 
 def verify(made: Conversion, tokenizer: Tokenizer) -> None:
-    """Raise InputError where a text of the probe has other ids than its original format gives it, becomes a control
-    token, or is not what decoding gives.
+    """Raise InputError if a text of the probe gets other ids than in the original format, gets the id of a control
+    token, or differs after decoding.
 
     Args:
-      tokenizer: what the conversion has become.
+      tokenizer: the tokenizer that was made from the conversion.
     """
     controls = {*tokenizer.controls.values()} - {made.unknown}
     made.backend.encode_special_tokens = True  # of a text that spells one, no part is one
@@ -75,11 +75,11 @@ def add_special(backend: library.Tokenizer, names: Iterable[str]) -> None:
 def merged(symbols: Iterable[Any], rank: Callable[[Any, Any], float | None]) -> list[Any]:
     """Return symbols after byte-pair merging: always the pair of the lowest rank, and of equal ones the leftmost.
 
-    Written plainly, as the meaning of what libraries do fast (Sennrich et al. 2016, arXiv:1508.07909).
+    Written plainly, as the specification of the libraries' fast code (Sennrich et al. 2016, arXiv:1508.07909).
 
     Args:
       symbols: strings, or bytes.
-      rank: of a pair of neighbours, None where they are not merged.
+      rank: returns the rank of a pair of neighbours; None if the pair is not merged.
     """
     left = list(symbols)
     while True:
@@ -92,7 +92,7 @@ def merged(symbols: Iterable[Any], rank: Callable[[Any, Any], float | None]) -> 
 
 
 def table_in(content: bytes) -> dict[str, Any]:
-    """Return the table in JSON. Raises InputError where there is none."""
+    """Return the table in JSON. Raises InputError if there is none."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -9,9 +9,9 @@ _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field of a message: an int, or the bytes of what is no varint.
+    """Yield the number and value of each field of a message: an int for a varint, otherwise bytes.
 
-    Raises InputError where the message is cut off or has a wire type that is none (protobuf.dev, Encoding).
+    Raises InputError if the message is cut off or has an unknown wire type (protobuf.dev, Encoding).
     """
     at = 0
     while at < len(message):

@@ -32,7 +32,7 @@ class PieceKind(IntEnum):
 
 
 class VocabularyPiece(NamedTuple):
-    """A piece of the vocabulary. Its place is its id."""
+    """A piece of the vocabulary, whose index is its id."""
 
     text: str
     score: float
@@ -40,7 +40,7 @@ class VocabularyPiece(NamedTuple):
 
 
 class SentencePieceModel:
-    """The content of a `tokenizer.model`, and what it makes of a text.
+    """The content of a `tokenizer.model`, with the ids that the model gives a text.
 
     Raises InputError where the file is broken or of a kind that cannot be converted.
     """
@@ -102,7 +102,7 @@ class SentencePieceModel:
 
     @cached_property
     def table(self) -> CharacterTable | None:
-        """The characters that its normalizer replaces. Raises InputError as `CharacterTable`."""
+        """The characters that the normalizer replaces. Raises InputError as `CharacterTable`."""
         return CharacterTable(self.charsmap) if self.charsmap else None
 
     def of_kind(self, kind: PieceKind) -> list[str]:
@@ -124,8 +124,8 @@ class SentencePieceModel:
         return text.removeprefix(" ") if self.dummy_prefix or self.one_blank else text
 
     def ids(self, text: str) -> list[int] | None:
-        """Return the ids of a text, by the rules as they are written down; None where a Unigram's piece that no text
-        becomes is spelled out, which a tokenizer.json cuts."""
+        """Return the ids of a text, computed by the format's rules; None for a Unigram text that spells out a piece
+        without an id for texts, such as a control token: a tokenizer.json would cut the text there."""
         if self.kind == "unigram" and any(piece.text in text for piece in self.pieces if piece.text not in self.id_of):
             return None
         found: list[int] = []

@@ -20,7 +20,7 @@ _BEGIN = "<s>"
 
 
 def convert(content: bytes) -> Conversion:
-    """Convert a tekken.json. Raises InputError where it is broken."""
+    """Convert a tekken.json. Raises InputError for a broken file."""
     found = table_in(content)
     config, vocabulary, specials = found.get("config"), found.get("vocab"), found.get("special_tokens")
     if not isinstance(config, dict) or not isinstance(vocabulary, list):
@@ -38,7 +38,7 @@ def convert(content: bytes) -> Conversion:
 
 
 def _names(specials: Any, reserved: int) -> dict[str, int]:
-    """Return the ids of the special tokens, with those that have no name."""
+    """Return the ids of the special tokens by name; reserved ids get a filler name."""
     if specials is None:
         given = dict(enumerate(_SPECIALS))
     elif isinstance(specials, list) and all(isinstance(entry, dict) for entry in specials):

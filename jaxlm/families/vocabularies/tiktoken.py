@@ -30,7 +30,7 @@ def is_tiktoken(content: bytes) -> bool:
 
 
 def read(content: bytes) -> dict[bytes, int]:
-    """Return the rank of each byte string. Raises InputError for a line that is none, or a rank that comes twice."""
+    """Return the rank of each byte string. Raises InputError for an invalid line, or for a rank that comes twice."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
@@ -52,9 +52,9 @@ def convert(content: bytes, named: Mapping[int, str]) -> Conversion:
     """Convert a file of tiktoken that jaxlm knows how to split texts for.
 
     Args:
-      named: names of special tokens by id, which go before those that are known.
+      named: names of special tokens by id, which override the names that jaxlm knows.
 
-    Raises InputError for a file that is broken or of no such vocabulary.
+    Raises InputError for a broken file, and for a vocabulary that jaxlm does not know.
     """
     ranks = read(content)
     if (entry := known().get(len(ranks))) is None:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 
 class Ended(NamedTuple):
-    """The end of a run: its step, None before the first was saved; the reason why it stopped early
-    (`interrupt.named`), 0 for a whole run; and the text that a whole run wrote, unless it draws none."""
+    """The end of a run: the last step, None before the first step was saved; the reason of an early stop
+    (`interrupt.named`), 0 for a whole run; and the text that a whole run generated, unless the run generates none."""
 
     step: int | None
     reason: int

@@ -46,9 +46,9 @@ class Start:
 
     Attributes:
       profiler: traces the steps that are to be traced.
-      trains_from: called with the number of the first step of this attempt, once that is trained.
-      weights: returns the float32 parameters that a new run begins with, or None for those of its seed; with adapters
-        the weights that these adapt, in the dtype of the computation.
+      trains_from: called with the number of this attempt's first step, once that step is trained.
+      weights: returns the float32 parameters that a new run begins with, or None to draw them from the run's seed; with
+        adapters, the weights that the adapters adapt, in the dtype of the computation.
     """
 
     clock: Clock
@@ -71,8 +71,8 @@ class Result(NamedTuple):
 class Trainer:
     """A run from its newest whole checkpoint, or from the start, to `training.steps`.
 
-    Writes what `Recorder` does, the seconds of this start and checkpoints into RUN. `mfu` gives the MFU of a step of
-    so many seconds, or None where the peak is unknown.
+    Writes metrics (`Recorder`), the seconds of this attempt and checkpoints into RUN. `mfu` gives the MFU of a step
+    from the step's seconds, or None if the peak is unknown.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Trainer:
             return restored if self._settings.lora is None else restored._replace(base=self._weights())
 
     def _find_references(self, initial: TrainState | None) -> None:
-        """Read what the first model gives preferences, or compute and keep it."""
+        """Read the first model's log-probabilities of the preferences, or compute and keep them."""
         trained = zip(self._held_out_rows, [rows for rows, _ in self._rows], strict=True)
         sides = [*(("training", *named) for named in trained), *(("held-out", *n) for n in self._held_out_rows.items())]
         pairs = [(side, name, rows) for side, name, rows in sides if isinstance(rows, PreferenceRows)]
@@ -247,7 +247,7 @@ class Trainer:
         return put_batch(host, self._mesh)
 
     def _look_at_previous(self) -> None:
-        """Wait for the last step that was not looked at, and record it where it is due."""
+        """Wait for the results of the previous step, and record them if a record is due."""
         if self._previous is None:
             return
         (step, arrays), self._previous = self._previous, None

@@ -16,7 +16,7 @@ class OptimizerProduct(NamedTuple):
 
 
 class OptimizerMove(NamedTuple):
-    """A collective over a mesh axis, `times` times, of so many float32 numbers on one device."""
+    """A collective over a mesh axis that runs `times` times, with `numbers` float32 elements on one device."""
 
     kind: str
     axis: str
@@ -25,7 +25,7 @@ class OptimizerMove(NamedTuple):
 
 
 class OptimizerCost(NamedTuple):
-    """The cost of an update of one parameter, besides reading and writing it.
+    """The cost of an update of one parameter, except for reading and writing the parameter.
 
     `state`: the float32 arrays that are kept, each as the dimensions of the parameter that it has.
     """

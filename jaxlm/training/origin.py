@@ -1,4 +1,4 @@
-"""The weights that a run began with, as origin.json in its folder says."""
+"""The weights that a run began with, as recorded in origin.json in the run's folder."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,9 @@ from jaxlm.core.files import replace
 class Origin(NamedTuple):
     """A model whose weights a run began with.
 
-    `source`: the absolute path of its folder, or its name at the Hub. `revision`: the commit there. `step`: of a run,
-    once its weights are read. `digest`: of the weights, where adapters need them again.
+    `source`: the absolute path of the model's folder, or the model's name at the Hub. `revision`: the commit there.
+    `step`: the step of a model that is a run, once its weights are read. `digest`: of the weights, for adapters, which
+    need the same weights again.
     """
 
     source: str
@@ -35,7 +36,7 @@ class Origin(NamedTuple):
             raise InputError(f"{self} is not the model that {run} adapts: its weights have changed; put them back")
 
     def save(self, file: Path) -> None:
-        """Write it, atomically."""
+        """Write origin.json, atomically."""
         values = {key: value for key, value in self._asdict().items() if key != "digest" or value}
         replace(file, json.dumps(values, indent=1) + "\n")
 

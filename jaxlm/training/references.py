@@ -48,7 +48,7 @@ def write(file: Path, reference: np.ndarray) -> None:
 
 
 def read(file: Path, pairs: int) -> np.ndarray:
-    """Return the log-probabilities of so many pairs. Raises RunFailed where they are missing, or of others."""
+    """Return the log-probabilities of this many pairs. Raises RunFailed if they are missing or of other pairs."""
     try:
         logprobs = np.load(file, allow_pickle=False)
     except (OSError, ValueError) as error:

@@ -23,10 +23,10 @@ def drawn(
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     seed: int = 0,
     streams: Sequence[int] | None = None,
-    known: np.ndarray | None = None,
+    valid_token_mask: np.ndarray | None = None,
 ) -> list[list[int]]:
     """Return the tokens that follow each prompt; streams are 0, 1, … where none are given."""
-    engine = Engine(model, parameters, mesh or meshes.make(), SMALL, known=known)
+    engine = Engine(model, parameters, mesh or meshes.make(), SMALL, valid_token_mask=valid_token_mask)
     options = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
     asked = zip(prompts, options, streams or range(len(prompts)), strict=True)
     ids = [engine.submit(Request(prompt, max_tokens, how, stream=n), seed=seed) for prompt, how, n in asked]
@@ -51,8 +51,10 @@ class WrittenEngine:
     requests that came.
     """
 
-    def __init__(self, following: Callable[[Request], Iterable[int | BaseException]], ends: Collection[int] = ()):
-        self._following, self._ends = following, frozenset(ends)
+    def __init__(
+        self, following: Callable[[Request], Iterable[int | BaseException]], stop_token_ids: Collection[int] = ()
+    ):
+        self._following, self._stop_token_ids = following, frozenset(stop_token_ids)
         self._left, self.asked = {}, []
         self.longest = 64
 
@@ -60,7 +62,7 @@ class WrittenEngine:
         id = len(self.asked)
         self.asked.append(request)
         tokens = list(self._following(request))
-        self._left[id] = iter(tokens), len(tokens), {*self._ends, *(request.ends or ())}
+        self._left[id] = iter(tokens), len(tokens), {*self._stop_token_ids, *(request.stop_token_ids or ())}
         return id
 
     def cancel(self, id):
@@ -72,11 +74,11 @@ class WrittenEngine:
         waiting = dict.fromkeys(ids, 0)
         while waiting := {id: n + 1 for id, n in waiting.items() if id in self._left}:
             for id, n in waiting.items():
-                tokens, count, ends = self._left[id]
+                tokens, count, stop_token_ids = self._left[id]
                 token = next(tokens)
                 if isinstance(token, BaseException):
                     raise token
-                end = "stop" if token in ends else "length" if n == count else None
+                end = "stop" if token in stop_token_ids else "length" if n == count else None
                 if end:
                     self.cancel(id)
                 yield Event(id, None if end == "stop" else Token(token), end)

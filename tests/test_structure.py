@@ -101,7 +101,8 @@ def test_no_two_classes_have_one_name():
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-# Private words that had a standard term, as names of modules, classes and functions: the term is used.
+# Private words that had a standard term, as names of modules, classes, functions, parameters and fields of classes: the
+# term is used.
 REFUSED = {
     "Held": "TensorBinding",
     "LoraRun": "AdaptedWeights",
@@ -112,8 +113,12 @@ REFUSED = {
     "WeightsSource": "ModelWeights",
     "WholeTexts": "UnpaddedReads",
     "_Asked": "PlanRequest",
+    "_known": "valid_token_mask",
     "as_asked": "without_kernels_or_padding",
+    "ends": "stop_token_ids",
+    "ignores_ends": "ignores_stop_tokens",
     "jit_steps": "TrainStep.jitted",
+    "known_V": "valid_V",
     "lora_run": "adapters",
     "make_steps": "TrainStep",
     "paper": "recorder",
@@ -125,9 +130,15 @@ REFUSED = {
 def test_plain_words_are_not_replaced_by_private_ones():
     named = []
     for module in FILES:
-        definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        names = [node.name for node in ast.walk(parsed(module)) if isinstance(node, definitions)]
-        named += [(module, name) for name in (module.rpartition(".")[2], *names)]
+        named.append((module, module.rpartition(".")[2]))
+        for node in ast.walk(parsed(module)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                named.append((module, node.name))
+            elif isinstance(node, ast.arg):
+                named.append((module, node.arg))
+            if isinstance(node, ast.ClassDef):
+                fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                named += [(module, ast.unparse(field)) for field in fields]
     assert [(module, name, REFUSED[name]) for module, name in named if name in REFUSED] == []
 
 

@@ -236,7 +236,7 @@ class LoadedModel:
             ]
         requests = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
         return [
-            request._replace(ends=self.chat_template.ends) if chats[row // num_samples] else request
+            request._replace(stop_token_ids=self.chat_template.stop_token_ids) if chats[row // num_samples] else request
             for row, request in enumerate(requests)
         ]
 
@@ -302,8 +302,8 @@ class LoadedModel:
             parameters,
             self.mesh,
             settings,
-            known=self.tokenizer and self.tokenizer.known(self.config.vocab_size),
-            ends=self.tokenizer.ends if self.tokenizer else (),
+            valid_token_mask=self.tokenizer and self.tokenizer.valid_token_mask(self.config.vocab_size),
+            stop_token_ids=self.tokenizer.stop_token_ids if self.tokenizer else (),
             kernels=self.experiment.execution.kernels,
         )
 

@@ -22,7 +22,7 @@ def show(rungs: dict[str, Any]) -> None:
     table.add(
         "step",
         or_dash(rungs["napkin"]["step_s"], seconds),
-        or_dash(bracket, lambda ends: " to ".join(map(seconds, ends))),
+        or_dash(bracket, lambda bounds: " to ".join(map(seconds, bounds))),
         seconds(rungs["measured"]["step_s"]),
     )
     table.add("memory", *(or_dash(rungs[name]["memory_bytes"], memory) for name in rows))

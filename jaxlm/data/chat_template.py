@@ -89,7 +89,7 @@ class ChatTemplate:
                 raise InputError(f"chat_template_kwargs: {self.name} reads no {name!r}; what it reads is {read}")
         found = copy.copy(self)
         found.variables = self.variables | dict(kwargs)
-        found.__dict__.pop("ends", None)  # they may be others now
+        found.__dict__.pop("stop_token_ids", None)  # of the former variables
         return found
 
     def encode(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> list[int]:
@@ -111,7 +111,7 @@ class ChatTemplate:
         return "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
 
     @cached_property
-    def ends(self) -> frozenset[int]:
+    def stop_token_ids(self) -> frozenset[int]:
         """The control token that the template writes behind an answer; empty where it writes none.
 
         It ends what is drawn beside the ids that the model's files name, which may be those of a base model.

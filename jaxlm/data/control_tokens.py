@@ -43,14 +43,14 @@ def for_documents(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return backend if after == before else tokenizers.Tokenizer.from_str(after)
 
 
-def _controls(described: dict[str, Any], ends: str | None) -> set[str]:
+def _controls(described: dict[str, Any], separator: str | None) -> set[str]:
     model = described["model"]
     unknown = model.get("unk_token")
     if model.get("unk_id") is not None:
         unknown = model["vocab"][model["unk_id"]][0]
     added = described["added_tokens"]
     special = (t["content"] for t in added if t["special"] or _NAMED_AS_CONTROL.fullmatch(t["content"]))
-    found = {ends, unknown, *special}
+    found = {separator, unknown, *special}
     if model.get("byte_fallback"):
         found |= {f"<0x{byte:02X}>" for byte in range(256)}
     return {token for token in found if token and len(token) > 1}  # a single character is a letter of the text

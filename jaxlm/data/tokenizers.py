@@ -32,15 +32,15 @@ class Tokenizer:
     """A map from text to token ids and back. No text becomes a control token (`control_tokens.for_documents`).
 
     `vocab_size`: the largest id plus one. `separator`: the id that starts and ends a document, or None (characters).
-    `begin`: the ids before a prompt. `ends`: the ids that end what is drawn. Both are the separator unless a published
-    model has others. `dropout`: the probability of BPE dropout that the file asks for, which is switched off.
+    `begin`: the ids before a prompt. `stop_token_ids`: the ids that end what is drawn. Both are the separator unless a
+    published model has others. `dropout`: the probability of BPE dropout that the file asks for, which is switched off.
     """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         begin: Sequence[int] | None = None,
-        ends: Collection[int] | None = None,
+        stop_token_ids: Collection[int] | None = None,
     ):
         self.dropout: float = getattr(backend.model, "dropout", None) or 0.0
         self._backend = backend = control_tokens.for_documents(backend)
@@ -52,7 +52,7 @@ class Tokenizer:
         self.separator: int | None = None if separator is None else backend.token_to_id(separator)
         own = () if self.separator is None else (self.separator,)
         self.begin: tuple[int, ...] = own if begin is None else tuple(begin)
-        self.ends: frozenset[int] = frozenset(own if ends is None else ends)
+        self.stop_token_ids: frozenset[int] = frozenset(own if stop_token_ids is None else stop_token_ids)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without separators. Raise InputError for text without tokens."""
@@ -202,7 +202,7 @@ class Tokenizer:
         """Return a token as the vocabulary spells it."""
         return self._backend.id_to_token(token)
 
-    def known(self, size: int) -> np.ndarray:
+    def valid_token_mask(self, size: int) -> np.ndarray:
         """Return whether each of `size` ids has a token, bool [size]: a model may have rows for more, even between
         them."""
         ids = [*self._backend.get_vocab(with_added_tokens=True).values()]

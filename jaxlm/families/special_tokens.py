@@ -48,7 +48,7 @@ class SpecialTokens:
         self.added = [*self._described(), *self._listed(added)]
 
     @property
-    def ends(self) -> frozenset[int]:
+    def stop_token_ids(self) -> frozenset[int]:
         """The ids that end what is drawn, of `eos_token_id` in all files that have one. Raises InputError where one has
         what is no id."""
         return frozenset(number for table in (*self._configs, self._generation) for number in self._ids(table, _END))

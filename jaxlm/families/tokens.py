@@ -41,12 +41,12 @@ def load(file: Path, folder: Path) -> Tokenizer:
     that is missing or invalid.
     """
     backend, special = tokenizers.read(file), SpecialTokens(folder)
-    ends = special.ends | _ids_of(backend, special.end_names)
+    stop_token_ids = special.stop_token_ids | _ids_of(backend, special.end_names)
     begins = special.begin | _ids_of(backend, special.begin_names)
     begin = backend.encode("", add_special_tokens=True).ids
-    while begin and begin[-1] in ends and begin[-1] not in begins:
+    while begin and begin[-1] in stop_token_ids and begin[-1] not in begins:
         begin.pop()
-    return Tokenizer(backend, begin, ends or None)
+    return Tokenizer(backend, begin, stop_token_ids or None)
 
 
 def _ids_of(backend: library.Tokenizer, names: list[str]) -> set[int]:

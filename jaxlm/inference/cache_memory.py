@@ -44,7 +44,7 @@ def cache_size(
       longest: the context length of the model, and so the most that `context` may be.
       context: the most tokens of a sequence; None is as many as fit.
       most_bytes: the most memory on each device. None is 1 GiB on a CPU, and 80 % of what is free on other devices; for
-        one sequence of a given `context` it is as much as that needs.
+        one sequence of a given `context` as much as that sequence needs.
 
     Raises InputError where memory does not hold one sequence.
     """
@@ -76,7 +76,7 @@ def cache_size(
 
 def most_pages(tokens: int, window: int | None, size: int) -> int:
     """Return the most pages of a group that a sequence of so many tokens holds at a time, in pages of this size: with a
-    window those that a token of it reads, and one more."""
+    window the pages that a token of the sequence reads, and one more."""
     pages = -(-tokens // size)
     return pages if window is None else min(pages, -(-window // size) + 2)
 

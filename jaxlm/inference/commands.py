@@ -11,7 +11,7 @@ class EngineCommand(NamedTuple):
 
     Attributes:
       id: of the request that is submitted, cancelled or finished.
-      request, priority, seed, salt: of one that is submitted; the salt in hexadecimal digits.
+      request, priority, seed, salt: of a request that is submitted; the salt in hexadecimal digits.
     """
 
     method: Literal["submit", "cancel", "finish"]
@@ -36,13 +36,13 @@ def decode_commands(message: str) -> list[EngineCommand]:
 
 def _described(request: Request) -> Any:
     """Return a request as JSON has it."""
-    ends = None if request.ends is None else sorted(request.ends)
-    described = request._asdict() | {"prompt": list(request.prompt), "stop": list(request.stop), "ends": ends}
-    return described | {"sampling": request.sampling._asdict()}
+    stop_token_ids = None if request.stop_token_ids is None else sorted(request.stop_token_ids)
+    described = request._asdict() | {"prompt": list(request.prompt), "stop": list(request.stop)}
+    return described | {"stop_token_ids": stop_token_ids, "sampling": request.sampling._asdict()}
 
 
 def _request(described: Any) -> Request:
     sampling = described["sampling"]
-    if sampling["logit_bias"] is not None:  # of which JSON makes texts
+    if sampling["logit_bias"] is not None:  # JSON turns the ids into texts
         sampling["logit_bias"] = {int(id): bias for id, bias in sampling["logit_bias"].items()}
     return Request(**{**described, "sampling": Sampling(**sampling)})

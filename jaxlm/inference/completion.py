@@ -13,7 +13,7 @@ from jaxlm.inference.requests import Request
 
 class TextChunk(NamedTuple):
     """The text that one token adds to the continuation of request `row`. The last piece of a continuation has no token,
-    the text that was held back, and says why it ended. `text` is None without a tokenizer."""
+    the text that was held back, and says why the continuation ended. `text` is None without a tokenizer."""
 
     row: int
     token_id: int | None
@@ -22,7 +22,7 @@ class TextChunk(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The continuation of one prompt: its text up to a stop string, and its tokens, without the one that ended it.
+    """The continuation of one prompt: its text up to a stop string, and its tokens, without a token that ended it.
     `text` is None without a tokenizer."""
 
     text: str | None
@@ -74,7 +74,8 @@ class Completer:
 
 
 def in_order(pieces: Iterable[TextChunk]) -> Iterator[TextChunk]:
-    """Yield pieces row by row: those of the first row that is not complete as they come, later ones after it."""
+    """Yield pieces row by row: pieces of the first incomplete row as they come, pieces of a later row after
+    that row is complete."""
     waiting: dict[int, deque[TextChunk]] = defaultdict(deque)
     row = 0
     for piece in pieces:

@@ -10,7 +10,7 @@ from jaxlm.inference.settings import EngineSettings
 
 
 def _memory(text: str) -> str:
-    """Return the text of a size in memory. Raises ValueError for what is none."""
+    """Return the text of a size in memory. Raises ValueError for another text."""
     parse_memory(text)
     return text
 

@@ -11,7 +11,7 @@ class ContinuationText:
     character, is held back."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request):
-        self._decoder = Detokenizer(tokenizer, request.prompt if request.ends is None else [])
+        self._decoder = Detokenizer(tokenizer, request.prompt if request.stop_token_ids is None else [])
         self._scanner = StopScanner(request.stop)
 
     @property

@@ -8,14 +8,15 @@ from jaxlm.data.tokenizers import Tokenizer
 _PATIENCE = 8  # tokens: bytes that have not completed a character by then never will
 
 
-# Not tokenizers' DecodeStream: after a prompt that ends within a character it repeats it ("the 😀" for "😀"), it has no
-# rest() for an incomplete end, and it holds bytes that form no character, decoding all of them again at each.
+# Not tokenizers' DecodeStream: after a prompt that ends within a character, it repeats that character ("the 😀" for
+# "😀"); it has no rest() for an incomplete end; and it holds bytes that form no character, decoding all of these bytes
+# again at each token.
 class Detokenizer:
     """An incremental decoder of the tokens that follow a prompt.
 
     The text of a token may depend on the tokens before it (the first of a text loses its blank), and a character may
     take several tokens. Each call therefore decodes the tokens since the last complete character together with the
-    tokens that completed it, and no earlier ones: the work does not grow with the text.
+    tokens that completed it, and no earlier tokens: the work does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):

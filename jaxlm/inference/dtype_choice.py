@@ -27,8 +27,8 @@ def seconds_of(dtype: str, rows: int = 2) -> float:
 
 
 def of_published(dtype: Dtype) -> tuple[Dtype, str]:
-    """Return the dtype to compute in with weights for which this one is fine enough, and why in words: the fastest that
-    is no coarser."""
+    """Return the dtype to compute in with weights for which `dtype` is fine enough, and why in words: the fastest dtype
+    that is no coarser than `dtype`."""
     if dtype == "float32" or jax.default_backend() != "cpu" or jax.process_count() > 1:
         return dtype, "as the weights are stored"
     return fastest()

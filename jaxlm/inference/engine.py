@@ -30,13 +30,13 @@ class Event(NamedTuple):
 
     Attributes:
       id: of the request.
-      token: that was drawn; None where nothing was, or where its id ended the request.
-      end: why it ended; None while it goes on.
+      token: the token that was drawn; None where no token was drawn, or where the token's id ended the request.
+      end: why the request ended; None while the request goes on.
       error: where `end` is "error": what happened to this request alone.
       hidden: float32 [D], the normalised stream that the token was drawn from, where the request asks for it.
-      scores: of tokens of the prompt, as far as the request asks for them; they come in parts, each before the first
-        token that is drawn after it.
-      cached: with a token, how many of the prompt were found in the cache.
+      scores: of tokens of the prompt, as far as the request asks for scores; the scores come in parts, each part before
+        the first token that is drawn after that part.
+      cached: with a token, how many tokens of the prompt were found in the cache.
     """
 
     id: int
@@ -57,8 +57,9 @@ class Engine:
 
     Args:
       parameters: on `mesh`, in the dtype to compute in.
-      known: bool [V], whether an id has a token; others are never drawn. None where all have.
-      ends: ids that end every request.
+      valid_token_mask: bool [V], whether an id has a token; ids without a token are never drawn. None where all ids
+        have one.
+      stop_token_ids: ids that end every request.
       kernels: `execution.kernels`.
 
     Raises InputError for a model or a page that the engine cannot serve.
@@ -71,14 +72,18 @@ class Engine:
         mesh: Mesh,
         settings: EngineSettings = EngineSettings(),
         *,
-        known: np.ndarray | None = None,
-        ends: Collection[int] = (),
+        valid_token_mask: np.ndarray | None = None,
+        stop_token_ids: Collection[int] = (),
         kernels: Kernels = "auto",
     ):
-        self.model, self.settings, self._ends = model, settings, frozenset(ends)
+        self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
         programs = EnginePrograms.of(model, mesh, jax.tree.leaves(parameters)[0].dtype, settings, kernels)
         self.runner = Runner(
-            programs, parameters, known=known, context=settings.context, cache_bytes=settings.cache_bytes
+            programs,
+            parameters,
+            valid_token_mask=valid_token_mask,
+            context=settings.context,
+            cache_bytes=settings.cache_bytes,
         )
         self.pages = [Pages(self.runner.page_groups, settings.page) for _ in range(programs.shards)]
         self._scheduler = Scheduler(
@@ -92,9 +97,9 @@ class Engine:
         )
         self._lock = threading.Lock()
         self._ahead: PendingStep | None = None
-        self._commands: list[EngineCommand] = []  # what the other processes do not know yet
+        self._commands: list[EngineCommand] = []  # not sent to the other processes yet
         self._tell: Callable[[str], None] | None = None
-        self._kept: list[Event] = []  # of other requests than `answers` was asked for
+        self._kept: list[Event] = []  # of requests that no call of `answers` has waited for yet
 
     @property
     def is_idle(self) -> bool:
@@ -152,18 +157,20 @@ class Engine:
         """
         check_prompts(self.model, [request.prompt], request.max_tokens)
         check_biases(self.model, request.sampling)
-        # Keys of one length are not those of another where angles depend on it.
+        # Where rotary angles depend on the length of a sequence, keys are shared within one class of lengths.
         classes = np.array(angle_classes(self.model, request.most_tokens), np.int64)
         key_salt = classes.tobytes() + salt
         with self._lock:
-            id = self._scheduler.submit(request, priority=priority, seed=seed, salt=key_salt, ends=self._ends).id
+            id = self._scheduler.submit(
+                request, priority=priority, seed=seed, salt=key_salt, stop_token_ids=self._stop_token_ids
+            ).id
             if self._tell is not None:
                 self._commands.append(EngineCommand("submit", id, request, priority, seed, salt.hex()))
             return id
 
     def cancel(self, id: int) -> None:
-        """End a request that nobody waits for, without an event; an unknown one, or one that has ended, is left
-        alone."""
+        """End a request that nobody waits for, without an event; an unknown request, or a request that has
+        ended, is left alone."""
         self._end("cancel", id)
 
     def finish(self, id: int) -> None:
@@ -171,8 +178,8 @@ class Engine:
         self._end("finish", id)
 
     def tell(self, send: Callable[[str], None]) -> None:
-        """Send what is asked of this engine before each step, for engines that follow it (`leader.follow`). What ends
-        requests then waits for the next step, which is the same one everywhere."""
+        """Send this engine's commands before each step, for engines that follow it (`leader.follow`). `cancel` and
+        `finish` then wait for the next step, so that all processes end a request at the same step."""
         self._tell = send
 
     def _end(self, method: Literal["cancel", "finish"], id: int) -> None:
@@ -183,7 +190,7 @@ class Engine:
                 self._commands.append(EngineCommand(method, id))
 
     def _tell_others(self) -> None:
-        """Tell what was asked since the last step, of which what ends requests happens now."""
+        """Send the commands since the last step, after cancelling and finishing the requests that they end."""
         if self._tell is not None:
             commands, self._commands = self._commands, []
             for each in commands:
@@ -216,7 +223,7 @@ class Engine:
                 events.append(
                     Event(
                         generation.id,
-                        None if token.id in generation.ends else token,
+                        None if token.id in generation.stop_token_ids else token,
                         generation.end,
                         hidden=reading.hidden.get(generation.id),
                         cached=generation.cached,
@@ -230,7 +237,8 @@ class Engine:
             yield from self.step()
 
     def answers(self, ids: Collection[int]) -> Iterator[Event]:
-        """Yield what happens to some requests until they have ended, and keep what happens to others for theirs.
+        """Yield what happens to some requests until these have ended, and keep the events of other requests for other
+        calls.
 
         Requests that have not ended when the iterator is closed are cancelled.
         """

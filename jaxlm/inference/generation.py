@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from jaxlm.inference.pages import SequencePages
 from jaxlm.inference.requests import Request
 
-# "stop": one of its `ends`, or `finish`; "length": its `max_tokens`; "error": it can never go on.
+# "stop": one of its `stop_token_ids`, or `finish`; "length": its `max_tokens`; "error": it cannot go on.
 EndReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -28,9 +28,9 @@ class Generation:
     """A request that is being answered.
 
     Attributes:
-      tokens: the prompt and what has been drawn and read back, without an id among `ends`.
+      tokens: the prompt and what has been drawn and read back, without an id among `stop_token_ids`.
       prompt: tokens of the prompt, the boundary for penalties and usage.
-      ends: the ids that end it.
+      stop_token_ids: the ids that end the generation.
       priority: smaller is sooner; then the smaller id.
       seed: of its random numbers.
       salt: prefixes are shared under one salt alone.
@@ -48,7 +48,7 @@ class Generation:
     request: Request
     tokens: list[int]
     prompt: int
-    ends: frozenset[int]
+    stop_token_ids: frozenset[int]
     priority: int
     seed: int
     salt: bytes
@@ -64,12 +64,12 @@ class Generation:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place among all: what comes before is served before."""
+        """The place among all generations: a smaller one is served first."""
         return self.priority, self.id
 
     @property
     def drawn(self) -> int:
-        """The tokens drawn and read back, without one that ended it."""
+        """The tokens drawn and read back, without a token that ended the generation."""
         return len(self.tokens) - self.prompt
 
     @property
@@ -79,14 +79,15 @@ class Generation:
 
     @property
     def shareable(self) -> list[int]:
-        """The tokens that it need not read if others have: none whose log-probability after it is asked for."""
+        """The tokens that need not be read if another generation has read them: up to the first after which a
+        log-probability is asked for."""
         scored = self.request.scores_from
         return self.tokens if scored is None else self.tokens[: scored + 1]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a generation, to be read; where these are all, it `draws` the next."""
+    """Tokens [start, stop) of a generation, to be read. `draws`: whether they are its last, so the next is drawn."""
 
     generation: Generation
     start: int
@@ -95,6 +96,6 @@ class Chunk:
 
     @property
     def is_scored(self) -> bool:
-        """True if log-probabilities of tokens after some of these are asked for."""
+        """True if log-probabilities of tokens after some of the chunk's tokens are asked for."""
         scored = self.generation.request.scores_from
         return scored is not None and scored < self.stop and self.start < self.generation.prompt

@@ -53,7 +53,7 @@ class HarnessModel(LM):
         self._score, self._complete = Scorer(engine), Completer(engine, tokenizer)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (ln p(continuation | context), whether greedy decoding gives it) for each request."""
+        """Return (ln p(continuation | context), whether greedy decoding gives the continuation) for each request."""
         pairs = [self._pair(*request.args) for request in requests]
         for request, pair in zip(requests, pairs, strict=True):
             self.truncated[request.task_name] += sum(map(len, pair or ())) > self._context + 1
@@ -70,7 +70,8 @@ class HarnessModel(LM):
         return [logprob for logprob, _ in self._answers(requests, pairs)]
 
     def _pair(self, context: Any, continuation: Any) -> Pair | None:
-        """Return the token ids of both; None if they cannot be encoded, or if no token stands before the continuation.
+        """Return the token ids of a context and a continuation; None if they cannot be encoded, or if no token stands
+        before the continuation.
 
         As in the harness, blanks at the end of the context go to the continuation. A continuation that merges with the
         context's last token, and so has no token of its own, is encoded alone.
@@ -80,10 +81,10 @@ class HarnessModel(LM):
         after = context[len(before) :] + continuation
         try:
             ids = self._tokens.encode_prompt(before)
-            asked = self._tokens.encode_prompt(before + after)[len(ids) :] or self._tokens.encode(after)
+            following = self._tokens.encode_prompt(before + after)[len(ids) :] or self._tokens.encode(after)
         except InputError:
             return None
-        return (ids, asked) if ids or not asked else None
+        return (ids, following) if ids or not following else None
 
     def _answers(self, requests: list[Instance], pairs: list[Pair | None]) -> list[tuple[float, bool]]:
         """Return (ln p, whether it is greedy): (0, True) of no tokens, (−∞, False) without a pair."""
@@ -111,25 +112,25 @@ class HarnessModel(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to a separator, a stop string or the maximum of tokens.
 
-        What is drawn at random depends on a request's place among the others, and not on batches.
+        Random draws depend on the place of a request among all requests, and not on batches.
 
         Raises InputError for generation options that jaxlm does not have.
         """
-        asked: dict[int, Request] = {}
+        numbered: dict[int, Request] = {}
         for index, request in enumerate(requests):
-            context, given = request.args
-            sampling, max_tokens, stops = generation_options(given, self._context)
+            context, options = request.args
+            sampling, max_tokens, stops = generation_options(options, self._context)
             prompt = self._prompt(context)
             if not prompt:
                 self.unanswered[request.task_name] += 1
                 continue
             longest = self._context - max_tokens + 1
             self.truncated[request.task_name] += len(prompt) > longest
-            asked[index] = Request(prompt[-longest:], max_tokens, sampling, stops, stream=index)
-        with tqdm(total=len(asked), desc="generating", disable=None) as bar:
-            drawn = completions(self._with_progress([*asked.values()], bar), len(asked))
+            numbered[index] = Request(prompt[-longest:], max_tokens, sampling, stops, stream=index)
+        with tqdm(total=len(numbered), desc="generating", disable=None) as bar:
+            drawn = completions(self._with_progress([*numbered.values()], bar), len(numbered))
         texts = [""] * len(requests)
-        for index, completion in zip(asked, drawn, strict=True):
+        for index, completion in zip(numbered, drawn, strict=True):
             texts[index] = completion.text or ""
         return texts
 
@@ -139,7 +140,7 @@ class HarnessModel(LM):
             yield piece
 
     def _prompt(self, context: Any) -> list[int]:
-        """Return the token ids of a context; none if it cannot be encoded."""
+        """Return the token ids of a context; no ids if the context cannot be encoded."""
         try:
             return self._tokens.encode_prompt(_text(context))
         except InputError:
@@ -151,13 +152,13 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]:
+def generation_options(kwargs: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]:
     """Return the sampling, the maximum of tokens and the stop strings of a task's `generation_kwargs`.
 
-    Raises InputError for options that jaxlm does not have, unless they are switched off.
+    Raises InputError for options that jaxlm does not have, unless the task switches these options off.
     """
-    given = {key: _read(key, value) for key, value in given.items() if value is not None}
-    options = normalize_gen_kwargs(given, min(_MAX_TOKENS, context // 2))
+    kwargs = {key: _read(key, value) for key, value in kwargs.items() if value is not None}
+    options = normalize_gen_kwargs(kwargs, min(_MAX_TOKENS, context // 2))
     options = {key: value for key, value in options.items() if value not in _OFF.get(key, ())}
     is_greedy = not options.pop("do_sample")
     drawn = Sampling(**{name: options.pop(name) for name in Sampling._fields if name in options and name != "logprobs"})
@@ -172,7 +173,7 @@ def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[
 
 
 def _read(key: str, value: Any) -> Any:
-    """Return a value in the type of its key. Raises InputError if it has another type."""
+    """Return a value in the type of its key. Raises InputError if the value has another type."""
     try:
         return TypeAdapter(_TYPES.get(key, Any)).validate_python(value)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""One engine over several processes: the first takes requests, and tells the others of them before each step.
+"""One engine over several processes: the first process takes requests, and sends them to the others before each step.
 
-Every process has the whole scheduler and plans the same steps, since each is told the same in the same order; nothing
-else is sent but what the devices exchange.
+Every process has the whole scheduler and plans the same steps, since each process gets the same commands in
+the same order; beside the commands, only the devices exchange anything.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,8 @@ _END = ""  # no message of an engine
 
 
 def lead(engine: Engine) -> Callable[[], None]:
-    """Let the engine of the first process tell the others, before it is asked for anything. Returns what ends them."""
+    """Let the engine of the first process send its commands to the other processes; call this before any request.
+    Returns a function that ends `follow` in the other processes."""
     if processes.process_count() == 1:
         return lambda: None
     engine.tell(processes.tell_others)
@@ -22,7 +23,7 @@ def lead(engine: Engine) -> Callable[[], None]:
 
 
 def follow(engine: Engine) -> None:
-    """Step the engine of another process as the first steps its own, until that ends."""
+    """Step the engine of another process as the first process steps its engine, until that engine ends."""
     while (message := processes.told_by_first()) != _END:
         for command in decode_commands(message):
             if command.method == "submit":

@@ -19,11 +19,11 @@ _READS = 9
 def decode_steps(engine: Engine, rows: int, context: int, steps: int, seed: int = 0) -> Callable[[int], None]:
     """Return a function that runs so many steps, in each of which `rows` sequences draw a token.
 
-    Each begins with `context` random tokens, which are read before this returns, and draws the likeliest token; nothing
-    ends it.
+    Each sequence begins with `context` random tokens, which are read before this function returns, and draws the
+    likeliest token; no token ends a sequence.
 
     Args:
-      steps: that will be run at most.
+      steps: the most steps that will be run.
 
     Raises InputError where the engine takes fewer sequences, or shorter ones.
     """
@@ -35,7 +35,7 @@ def decode_steps(engine: Engine, rows: int, context: int, steps: int, seed: int 
     draw, vocabulary = np.random.default_rng(seed), engine.model.vocab_size
     for stream in range(rows):
         prompt = draw.integers(0, vocabulary, context).tolist()
-        engine.submit(Request(prompt, engine.longest - context, Sampling(0.0), stream=stream, ignores_ends=True))
+        engine.submit(Request(prompt, engine.longest - context, Sampling(0.0), stream=stream, ignores_stop_tokens=True))
     drawing: set[int] = set()
     while len(drawing) < rows:
         drawing |= {event.id for event in engine.step() if event.token is not None}

@@ -28,8 +28,8 @@ _STATE_WINDOW = 2  # a token reads the state after the one before it, and writes
 class PagedEntry(NamedTuple):
     """The pages of an entry of the cache, which is of one layer.
 
-    `slots`: what the layer keeps, by name. `tokens`, `states`: the groups of its slots of tokens and of its states,
-    None where it has none.
+    `slots`: what the layer keeps, by name. `tokens`, `states`: the groups of its slots of tokens and of its slots
+    of states, None where the entry has no such slots.
     """
 
     name: str
@@ -66,13 +66,13 @@ class PageLayout(NamedTuple):
                 windows.append(window)
             return windows.index(window)
 
-        found = []
+        paged = []
         for name, entry in entries.items():
             reach = [slot.window for slot in entry.slots.values() if slot.per == "token"]
             tokens = group(None if None in reach else max(reach)) if reach else None
             states = group(_STATE_WINDOW) if len(reach) < len(entry.slots) else None
-            found.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
-        return cls(tuple(windows), tuple(found), size)
+            paged.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
+        return cls(tuple(windows), tuple(paged), size)
 
     def page_bytes(self, group: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> int:
         """Return the bytes on each device of one page of all layers of a group."""
@@ -98,8 +98,8 @@ class PageLayout(NamedTuple):
         return {each.name: {name: zeros(each, slot) for name, slot in each.slots} for each in self.entries}
 
     def shardings(self, counts: Sequence[int], mesh: Mesh, rules: Rules) -> dict[str, dict[str, NamedSharding]]:
-        """Return the shardings of the pages: each shard of a batch has its own, whose heads lie as attention computes
-        them."""
+        """Return the shardings of the pages: each shard of a batch has pages of its own, whose heads lie as attention
+        computes them."""
         shapes = jax.eval_shape(lambda: self.allocate(counts, jnp.dtype("float32")))
 
         def sharding(entry: PagedEntry, name: str, slot: Slot) -> NamedSharding:
@@ -110,7 +110,7 @@ class PageLayout(NamedTuple):
 
 
 def _with_tokens(slot: Slot, entry: tuple, tokens: Any) -> tuple:
-    """Return what is said of each axis of an entry, with that of a page's tokens where they lie; without in a state."""
+    """Return the values of an entry's axes, with `tokens` at the axis of a page's tokens; a state has no such axis."""
     if slot.per == "sequence":
         return entry
     return (*entry, tokens) if slot.tokens_last else (*entry[:-1], tokens, entry[-1])
@@ -127,8 +127,9 @@ class PagedCache:
 
     `arrays`: the pages. `tables`: of each group, for each section, int32 [Q, M]. `position_R`: of each row in its
     sequence, −1 for a row of padding, which writes to page 0. `rows`: of each sequence in a section. In a section with
-    several rows, these follow one another from a multiple of their number on, so that they lie in one page; those after
-    the last that is no padding may write what is read by nobody. Runs of one sequence in such a section come in order.
+    several rows, the rows of a sequence follow one another from a multiple of their number on, so that they lie in one
+    page; rows of padding at the end may write entries that nobody reads. Runs of one sequence in such a section come in
+    order.
     """
 
     arrays: Arrays
@@ -138,7 +139,7 @@ class PagedCache:
     rows: tuple[int, ...]
 
     def layer(self, entry: str, index: jax.Array | int) -> "PagedLayer":
-        """Return the cache of the layer of an entry, which has no other."""
+        """Return the cache of the one layer of an entry."""
         (paged,) = (each for each in self.layout.entries if each.name == entry)
         empty = jnp.zeros((len(self.position_R), 1), jnp.int32)
         return PagedLayer(
@@ -153,7 +154,7 @@ class PagedCache:
         )
 
     def _sections(self, group: int | None) -> tuple[PagedSection, ...]:
-        """Return where the rows have their pages of a group; nowhere in none."""
+        """Return the sections of the rows with their pages of a group; empty without a group."""
         if group is None:
             return ()
         return tuple(PagedSection(*each) for each in zip(self.tables[group], self.rows, strict=True))
@@ -177,8 +178,9 @@ class PagedCache:
 class PagedLayer:
     """One layer of a paged cache.
 
-    `pages`: of tokens, by slot. `states`: by slot, [P, *shape], one in each page. `of_tokens`, `of_states`: where the
-    rows have theirs. `size`: tokens of a page. `tokens_last`: the slots whose pages have them last.
+    `pages`: of tokens, by slot. `states`: by slot, [P, *shape], one in each page. `of_tokens`, `of_states`: the
+    sections of the rows, with their pages of tokens and of states. `size`: tokens of a page. `tokens_last`: the slots
+    whose pages have the axis of tokens last.
     """
 
     pages: dict[str, jax.Array]
@@ -221,8 +223,8 @@ class PagedLayer:
         return pages
 
     def _places(self, section: PagedSection, at: int, back: int = 0) -> tuple[jax.Array, jax.Array]:
-        """Return the page of the token that is `back` before the first of each run [Q], 0 where that is padding or
-        there is none, and the position of the first. `at`: the section's first row."""
+        """Return the page of the token that is `back` before the first token of each run [Q], 0 where the run is
+        padding or has no such token; and the position of the first token. `at`: the section's first row."""
         first_Q = self.position_R[at : at + len(section.table) * section.rows : section.rows]
         index_Q1 = (jnp.maximum(first_Q - back, 0) // self.size)[:, None]
         page_Q = jnp.take_along_axis(section.table, index_Q1, axis=1)[:, 0]
@@ -231,8 +233,8 @@ class PagedLayer:
     def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: TokenArray) -> tuple[jax.Array, "PagedLayer"]:
         """Carry the states of the rows' sequences through inputs [R, 1, …].
 
-        Sequences of one row are carried together, and runs of several one after the other, since the next may go on
-        from the last.
+        Sequences of one row are carried together, and runs of several rows one after the other, since a run may go on
+        from the run before.
         """
         states, outputs, at = self.states, [], 0
         tokens_R = ChunkRows(rows.is_token_BT[:, 0], rows.begins_BT[:, 0])
@@ -258,7 +260,7 @@ class PagedLayer:
 
 class _Runs(NamedTuple):
     """Runs of rows, each of one sequence: the pages that its state comes from and goes to, the position of the first
-    row, which of the rows are tokens, and what the recurrence reads of them."""
+    row, which of the rows are tokens, and the inputs of the recurrence."""
 
     from_Q: jax.Array
     to_Q: jax.Array

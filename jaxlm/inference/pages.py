@@ -27,7 +27,8 @@ class SequencePages:
 
     Attributes:
       tables: by group, the page ids of the sequence in order, as C ints; 0 where one is freed.
-      tokens: the tokens that have room. After `match`, those whose keys are there; the next is to be written.
+      tokens: the tokens that have room. After `match`, the tokens whose keys are in the pages; the token after these
+        tokens is written next.
       published: the whole pages, from the first, that `publish` has seen or `match` has found.
     """
 
@@ -98,8 +99,8 @@ class Pages:
     """An allocator of pages with reference counts, which finds published prefixes again.
 
     Sequences share whole pages alone: a shared page is full, hence never written again, and nothing is ever copied.
-    Samples of one prompt share it by `match` once the first has published it; the rest of it, less than a page and a
-    token, each reads for itself.
+    Samples of one prompt share its pages by `match` once the first sample has published them; each sample reads the
+    rest of the prompt, less than a page and a token, for itself.
 
     Prefixes are keyed by chained SHA-256 of their pages under a salt, and compared on a hit. Pages that nobody holds
     stay until room is needed; then the least recently used go, of one sequence the last first.
@@ -107,7 +108,7 @@ class Pages:
     Args:
       size: tokens of a page.
 
-    `returns` counts the times that pages came back, since when there may be room where there was none.
+    `returns` counts the times that pages came back: after each time there may be room where there was none.
     """
 
     def __init__(self, groups: Sequence[PageGroup], size: int):
@@ -229,7 +230,7 @@ class Pages:
                 if parent:
                     parent.uses += 1
             elif not prefix.is_of(parent, holding.salt, content):
-                return  # a collision: what is there stays
+                return  # a collision: the published prefix stays
             for at, group in enumerate(self._groups):
                 own = holding.tables[at][index]
                 if own and not prefix.pages[at]:
@@ -289,8 +290,8 @@ class Pages:
             assert group.references == [held[page] for page in range(group.count)], "references"
             assert sorted([*group.free, *group.cached, *held]) == [*range(1, group.count)], "each page is in one place"
             assert group.cached.keys() == group.prefix_of.keys() - held.keys(), "cached pages are the published ones"
-            found = {prefix.pages[at]: prefix for prefix in self._prefixes.values() if prefix.pages[at]}
-            assert found == group.prefix_of, "published pages are those that are found"
+            published = {prefix.pages[at]: prefix for prefix in self._prefixes.values() if prefix.pages[at]}
+            assert published == group.prefix_of, "published pages are those that are found"
         uses = Counter(filter(None, self._used()))
         for digest, prefix in self._prefixes.items():
             assert prefix.digest == digest and prefix.uses == uses.pop(prefix, 0), "uses of a prefix"

@@ -45,7 +45,7 @@ _EXACT_ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_IN
 
 @dataclass(frozen=True)
 class EnginePrograms:
-    """The programs of an engine on a mesh. Two that are equal share what is compiled.
+    """The programs of an engine on a mesh. Two values that are equal share their compiled programs.
 
     Attributes:
       dtype: to compute in.
@@ -113,7 +113,7 @@ class EnginePrograms:
 
     @property
     def page_dtype(self) -> jnp.dtype:
-        """The dtype of the pages: on a CPU it would be widened in each step."""
+        """The dtype of the pages: float32 on a CPU, which would widen bfloat16 in each step."""
         return jnp.dtype("float32") if self.is_on_cpu else self.dtype
 
     @property
@@ -132,7 +132,7 @@ class EnginePrograms:
         return jax.jit(allocate, out_shardings=self.page_shardings(cache))
 
     def empty_state(self) -> SlotState:
-        """Return the state of each shard's `slots` slots, and of one that nobody has, on the host."""
+        """Return the state of each shard's `slots` slots, and of one for draws of padding, on the host."""
         slots = self.shards * (self.slots + 1)
         counts_SV = np.zeros((slots, self.model.vocab_size), np.int32)
         return SlotState(np.zeros(slots, np.int32), counts_SV, row_sampling([GREEDY] * slots, 0))
@@ -160,23 +160,23 @@ class EnginePrograms:
 
         # XLA's program calls its arguments by these names.
         def step(
-            parameters: Tree, pages: Arrays, last_S: jax.Array, batch: Batch, known_V: jax.Array
+            parameters: Tree, pages: Arrays, last_S: jax.Array, batch: Batch, valid_V: jax.Array
         ) -> tuple[Arrays, StepResults]:
             module = self.weights.module(parameters)
-            return ragged_step(module, self.layout, shape, pages, last_S, batch, known_V)
+            return ragged_step(module, self.layout, shape, pages, last_S, batch, valid_V)
 
         on_shards = on_each_shard(step, "batch", (False, True, True, True, False))
         results = StepResults(self._logits(shape.decode).sharding, self.by_shards, *[self._whole] * 3)
         pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
         batch = self._on_all(self.empty_batch(shape, cache))
-        operands = self.abstract_parameters(), pages, self._state.last_S, batch, self._known
+        operands = self.abstract_parameters(), pages, self._state.last_S, batch, self._valid_token_mask
         return self._program(on_shards, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
 
     def draw(self, draws: int) -> MeshProgram:
         """Return the draw of so many tokens on each shard, which gives up the state. All devices get the tokens."""
         drawing = on_each_shard(draw, "batch", (True, True, True, True, False))
         ids = self._on_all(jax.ShapeDtypeStruct((self.shards * draws,), jnp.int32))
-        operands = self._state, self._logits(draws), ids, ids, self._known
+        operands = self._state, self._logits(draws), ids, ids, self._valid_token_mask
         return self._program(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
 
     def gather(self, draws: int) -> MeshProgram:
@@ -198,7 +198,7 @@ class EnginePrograms:
         return _with(self.by_shards, jax.eval_shape(self.empty_state))
 
     @cached_property
-    def _known(self) -> jax.ShapeDtypeStruct:
+    def _valid_token_mask(self) -> jax.ShapeDtypeStruct:
         return self._on_all(jax.ShapeDtypeStruct((self.model.vocab_size,), jnp.bool))
 
     def _on_all(self, shapes: Any) -> Any:

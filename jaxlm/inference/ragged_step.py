@@ -21,10 +21,11 @@ class Batch(NamedTuple):
     """The rows of one step, from the host. A run is one row of a sequence that decodes, or a tile of a prompt.
 
     `token_R`: int32; −1 is what was drawn last in the slot of a row that decodes. `position_R`: in the sequence, −1 is
-    padding. `length_R`: the tokens that the row's sequence may come to. `row_Q`: the row that each draw follows: those
-    that decode, in order, then the last of prompts. `slot_Q`: the slot on the device that keeps each draw; the
-    last slot takes draws of padding. `tables`: of each group, int32 [·, M] of the runs that decode, and of the tiles
-    where there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1 for others.
+    padding. `length_R`: the tokens that the row's sequence may come to. `row_Q`: the row that each draw follows:
+    the rows that decode, in order, then the last rows of prompts. `slot_Q`: the slot on the device that keeps each
+    draw; the last slot takes draws of padding. `tables`: of each group, int32 [·, M] of the runs that decode, and of
+    the tiles where there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1
+    elsewhere.
     """
 
     token_R: np.ndarray
@@ -41,8 +42,8 @@ class Batch(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """The state of each slot on the device: `last_S`, the token drawn last; `counts_SV`, of its tokens
-    (`sampling.token_counts`); and `how` it draws."""
+    """The state of each slot on the device. `last_S`: the token drawn last. `counts_SV`: the counts of the
+    slot's tokens (`sampling.token_counts`). `how`: the slot's sampling."""
 
     last_S: jax.Array
     counts_SV: jax.Array
@@ -52,9 +53,9 @@ class SlotState(NamedTuple):
 class StepResults(NamedTuple):
     """The results of one step.
 
-    `logits_QV`, `hidden_QD`: float32, what each draw is from, and the normalised stream there. `logprob_R`:
+    `logits_QV`, `hidden_QD`: float32, the logits that each draw is from, and the normalised stream there. `logprob_R`:
     float32, ln p of the prompts' rows' targets. `likeliest_R`, `likeliest_logprob_R`: the likeliest token there, and
-    its ln p. These three are anything for rows without target, and empty without scores.
+    its ln p. These three arrays hold any values for rows without target, and are empty without scores.
     """
 
     logits_QV: jax.Array
@@ -71,7 +72,7 @@ def ragged_step(
     pages: Arrays,
     last_S: jax.Array,
     batch: Batch,
-    known_V: jax.Array,
+    valid_V: jax.Array,
 ) -> tuple[Arrays, StepResults]:
     """Return the pages with the keys of all rows, and the results.
 
@@ -79,7 +80,7 @@ def ragged_step(
       module: with parameters in the dtype to compute in.
       layout: of the pages, with the entries of the module's cache.
       last_S: int32, the token that each slot has drawn last.
-      known_V: bool, whether an id has a token.
+      valid_V: bool, whether an id has a token.
 
     A row's results depend on the tokens of its own sequence alone.
     """
@@ -100,12 +101,12 @@ def ragged_step(
     last_Q1D = select(hidden_R1D, batch.row_Q)
     logits_QV = module.logits(last_Q1D)[:, 0]
     nothing = [jnp.zeros(0), jnp.zeros(0, jnp.int32), jnp.zeros(0)]
-    scores = _scores(module, hidden_R1D[shape.decode :], batch.target_R, known_V, shape) if shape.scores else nothing
+    scores = _scores(module, hidden_R1D[shape.decode :], batch.target_R, valid_V, shape) if shape.scores else nothing
     return cache.arrays, StepResults(logits_QV, last_Q1D[:, 0].astype(jnp.float32), *scores)
 
 
 def draw(
-    state: SlotState, logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, known_V: jax.Array
+    state: SlotState, logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, valid_V: jax.Array
 ) -> tuple[SlotState, Drawn]:
     """Draw a token of each slot from logits, as the slot says, and return the state after it.
 
@@ -113,13 +114,13 @@ def draw(
     small model, and is the same for all steps.
     """
     how, counts_QV = jax.tree.map(lambda x: x[slot_Q], (state.how, state.counts_SV))
-    drawn = sample(logits_QV, how, position_Q, known_V, counts_QV)
+    drawn = sample(logits_QV, how, position_Q, valid_V, counts_QV)
     last_S = state.last_S.at[slot_Q].set(drawn.token)
     return state._replace(last_S=last_S, counts_SV=count_drawn(state.counts_SV, slot_Q, drawn.token)), drawn
 
 
 def _scores(
-    module: Transformer, hidden_R1D: jax.Array, target_R: jax.Array, known_V: jax.Array, shape: StepShape
+    module: Transformer, hidden_R1D: jax.Array, target_R: jax.Array, valid_V: jax.Array, shape: StepShape
 ) -> list[jax.Array]:
     """Return ln p of each row's target, the likeliest token and its ln p: a tile of logits at a time, and none of tiles
     without target."""
@@ -128,16 +129,16 @@ def _scores(
         hidden_T1D, target_T1 = each
         nothing = jnp.zeros(shape.tile), jnp.zeros(shape.tile, jnp.int32), jnp.zeros(shape.tile)
 
-        def asked() -> tuple[jax.Array, ...]:
+        def scored() -> tuple[jax.Array, ...]:
             logits_T1V = module.logits(hidden_T1D)
-            known_T1V = jnp.where(known_V[None, None], logits_T1V, -jnp.inf)
-            likeliest_T1 = jnp.argmax(known_T1V, axis=-1).astype(jnp.int32)
+            valid_logits_T1V = jnp.where(valid_V[None, None], logits_T1V, -jnp.inf)
+            likeliest_T1 = jnp.argmax(valid_logits_T1V, axis=-1).astype(jnp.int32)
             losses_T1, _ = cross_entropy(logits_T1V, jnp.maximum(target_T1, 0))
             least_T1, _ = cross_entropy(logits_T1V, likeliest_T1)
             return -losses_T1[:, 0], likeliest_T1[:, 0], -least_T1[:, 0]
 
-        return jax.lax.cond(on_any_shard(jnp.any(target_T1 >= 0)), asked, lambda: nothing)
+        return jax.lax.cond(on_any_shard(jnp.any(target_T1 >= 0)), scored, lambda: nothing)
 
     tiles = shape.tiles, shape.tile, 1
-    found = jax.lax.map(of_tile, (hidden_R1D.reshape(*tiles, -1), target_R.reshape(tiles)))
-    return [each.reshape(-1) for each in found]
+    scores = jax.lax.map(of_tile, (hidden_R1D.reshape(*tiles, -1), target_R.reshape(tiles)))
+    return [each.reshape(-1) for each in scores]

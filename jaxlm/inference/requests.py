@@ -27,10 +27,10 @@ class Sampling(NamedTuple):
     Temperature 0 takes the likeliest token. None switches a filter off. Before all this, for temperature 0 too, logits
     are changed, in this order:
 
-    - `repetition_penalty` divides those of tokens in the prompt or drawn before, and multiplies them where they are
-      negative (Keskar et al. 2019, arXiv:1909.05858, section 4.1, with the sign as transformers and vLLM have it).
+    - `repetition_penalty` divides the logits of tokens in the prompt or drawn before, and multiplies negative ones
+      (Keskar et al. 2019, arXiv:1909.05858, section 4.1, with the sign as transformers and vLLM have it).
     - `frequency_penalty` is subtracted for each time that a token was drawn, and `presence_penalty` once.
-    - `logit_bias` is added to those of its token ids.
+    - `logit_bias` is added to the logits of its token ids.
 
     `logprobs` asks for the log-probability of the drawn token and of so many likeliest ones.
     """
@@ -47,7 +47,7 @@ class Sampling(NamedTuple):
 
     @property
     def counts_tokens(self) -> bool:
-        """Return whether it depends on the tokens before, by a penalty."""
+        """Return whether sampling depends on the tokens before, by a penalty."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def check(self, named: Named = _NAMED) -> "Sampling":
@@ -89,12 +89,13 @@ class Sampling(NamedTuple):
 class Request(NamedTuple):
     """A prompt of token ids to continue, by at most `max_tokens` and up to the first of the `stop` strings.
 
-    Where it has `ends`, what follows is an answer: a text of its own, which these ids end beside the tokenizer's. With
-    `ignores_ends` the tokenizer's end nothing.
-    Random numbers are those of the seed's `stream`, whatever else is drawn beside it.
+    Where `stop_token_ids` is not None, the continuation is an answer: a text of its own, which these ids end beside the
+    tokenizer's. With `ignores_stop_tokens` the tokenizer's ids end no text. Random numbers are those of the seed's
+    `stream`, whatever other requests draw.
 
-    It asks for the log-probability of the token after each one of the prompt from the index `scores_from` on; after the
-    last that is `following`, where it is given. `hidden` asks for the stream that each token is drawn from.
+    A request asks for the log-probability of the token after each one of the prompt from the index `scores_from`
+    on; after the last one that token is `following`, where it is given. `hidden` asks for the stream that each token is
+    drawn from.
     """
 
     prompt: Sequence[int]
@@ -102,15 +103,15 @@ class Request(NamedTuple):
     sampling: Sampling = Sampling()
     stop: Sequence[str] = ()
     stream: int = 0
-    ends: Collection[int] | None = None
-    ignores_ends: bool = False
+    stop_token_ids: Collection[int] | None = None
+    ignores_stop_tokens: bool = False
     scores_from: int | None = None
     following: int | None = None
     hidden: bool = False
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that it reads: the last is drawn and not read."""
+        """The most tokens that are read: the last token is drawn and not read."""
         return len(self.prompt) + self.max_tokens - 1
 
 
@@ -120,7 +121,7 @@ def max_new_tokens(model: ModelConfig, prompt_tokens: int) -> int:
 
 
 def fitting_tokens(model: ModelConfig, prompt_tokens: int, most: int) -> int:
-    """Return how many of at most `most` tokens fit into the context after a prompt: 1 where none does."""
+    """Return how many of at most `most` tokens fit into the context after a prompt: 1 where no token fits."""
     return min(most, max(max_new_tokens(model, prompt_tokens), 1))
 
 
@@ -138,9 +139,9 @@ def check_prompts(
 ) -> None:
     """Raise InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context_length`
     holds."""
-    asked = f"{named('max_tokens')} {max_tokens}"
+    limit = f"{named('max_tokens')} {max_tokens}"
     if max_tokens < 1:
-        raise InputError(f"{asked} must be 1 or more")
+        raise InputError(f"{limit} must be 1 or more")
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty; give at least one token")
     strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocab_size), None)
@@ -153,7 +154,7 @@ def check_prompts(
         )
     if max_tokens > (room := max_new_tokens(model, longest)):
         raise InputError(
-            f"a prompt of {longest} tokens and {asked} exceed model.context_length = {model.context_length}; "
+            f"a prompt of {longest} tokens and {limit} exceed model.context_length = {model.context_length}; "
             f"at most {room} tokens can follow this prompt"
         )
 
@@ -182,18 +183,19 @@ def sampled(
       max_tokens: the most tokens to follow each prompt.
 
     The stream of a request depends on the places of its prompt and sample alone: more prompts or more samples change
-    none of the others.
+    the streams of no other requests.
 
-    Raises InputError as `check_prompts` does, naming the prompt if there are several, and for too many of them.
+    Raises InputError as `check_prompts` does, naming the prompt if there are several, and for too many prompts or
+    samples.
     """
     for count, name in ((len(prompts), "the number of prompts ="), (num_samples, named("num_samples"))):
         if not 1 <= count < _PLACES:
             raise InputError(f"{name} {count} must be from 1 to {_PLACES - 1:,}")
-    asked = []
+    requests = []
     for place, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
         try:
             check_prompts(model, [prompt], limit, named=named)
         except InputError as error:
             raise error if len(prompts) == 1 else InputError(f"prompt {place + 1}: {error}") from None
-        asked += [Request(prompt, limit, sampling, stop, place + _PLACES * sample) for sample in range(num_samples)]
-    return asked
+        requests += [Request(prompt, limit, sampling, stop, place + _PLACES * sample) for sample in range(num_samples)]
+    return requests

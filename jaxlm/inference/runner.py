@@ -41,8 +41,8 @@ class PendingStep:
 class Reading(NamedTuple):
     """The results of a step on the host, by the id of the generation.
 
-    `tokens`: drawn. `hidden`: float32 [D], the normalised stream that they were drawn from, where it was asked for.
-    `scores`: of the rows of a chunk, where they were asked for.
+    `tokens`: the drawn tokens. `hidden`: float32 [D], the normalised stream that each token was drawn from, where the
+    request asks for it. `scores`: of the rows of a chunk, where the request asks for scores.
     """
 
     tokens: dict[int, Token]
@@ -53,8 +53,8 @@ class Reading(NamedTuple):
 class Scores(NamedTuple):
     """Log-probabilities of tokens of a prompt.
 
-    `first`: the index of the token before the first of them. `logprob`: ln p of each, float32. `likeliest`,
-    `likeliest_logprob`: the likeliest token in the place of each, and its ln p.
+    `first`: the index of the token before the first scored token. `logprob`: ln p of each scored token, float32.
+    `likeliest`, `likeliest_logprob`: the likeliest token in the place of each, and its ln p.
     """
 
     first: int
@@ -68,7 +68,7 @@ class Runner:
 
     Args:
       parameters: on the programs' mesh, in their dtype.
-      known: bool [V], whether an id has a token; None where all have.
+      valid_token_mask: bool [V], whether an id has a token; None where all ids have one.
       context: the most tokens of a sequence; None is the model's, or as many as the cache holds.
       cache_bytes: the most memory of pages on each device; None as `cache_size` says.
 
@@ -80,7 +80,7 @@ class Runner:
         programs: EnginePrograms,
         parameters: Tree,
         *,
-        known: np.ndarray | None,
+        valid_token_mask: np.ndarray | None,
         context: int | None,
         cache_bytes: int | None,
     ):
@@ -101,11 +101,11 @@ class Runner:
             self._pages = programs.pages(self.cache)()
         self._state = jax.device_put(programs.empty_state(), programs.by_shards)
         self._how: dict[tuple[int, int], tuple[Sampling, int, int]] = {}  # how each slot of a shard draws
-        known = np.ones(model.vocab_size, bool) if known is None else known
-        self._known = jax.device_put(known, replicated(mesh))
+        valid_token_mask = np.ones(model.vocab_size, bool) if valid_token_mask is None else valid_token_mask
+        self._valid_token_mask = jax.device_put(valid_token_mask, replicated(mesh))
         self._shapes = programs.shapes.all(), programs.shapes.all(scores=True)
         self._put = _put(programs.by_shards)
-        # Found by their shape alone in each step: to compare models takes time.
+        # Steps look their programs up by shape alone: comparing models takes time.
         self._step = cache(partial(compiled_step, programs, self.cache))
         self._draw = cache(partial(compiled_draw, programs))
         self._gather = cache(partial(compiled_gather, programs))
@@ -126,10 +126,10 @@ class Runner:
     def warm(self, scores: bool = False) -> None:
         """Compile all programs, several at a time, so that no request waits for one."""
         with ThreadPoolExecutor() as pool:
-            made = [*map(partial(pool.submit, self._step), self._shapes[scores])]
+            compiling = [*map(partial(pool.submit, self._step), self._shapes[scores])]
             for program in (self._draw, self._gather) if self.programs.shards > 1 else (self._draw,):
-                made += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
-            for each in made:
+                compiling += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
+            for each in compiling:
                 each.result()
         self._set_slot((0, self._slots), GREEDY, 0, 0)
         self._count((0, self._slots), [], 0)
@@ -152,16 +152,18 @@ class Runner:
         return PendingStep(plan, shape, results, drawn, hidden_QD)
 
     def _run(self, shape: StepShape, batch: Batch) -> tuple[StepResults, Drawn]:
-        self._pages, results = self._step(shape)(self._parameters, self._pages, self._state.last_S, batch, self._known)
+        self._pages, results = self._step(shape)(
+            self._parameters, self._pages, self._state.last_S, batch, self._valid_token_mask
+        )
         first_Q = np.arange(len(batch.row_Q)) // shape.decode * shape.rows  # rows before those of the draw's shard
         position_Q = batch.position_R[first_Q + batch.row_Q] + 1
         self._state, drawn = self._draw(shape.decode)(
-            self._state, results.logits_QV, batch.slot_Q, position_Q, self._known
+            self._state, results.logits_QV, batch.slot_Q, position_Q, self._valid_token_mask
         )
         return results, drawn
 
     def _set_slot(self, slot: tuple[int, int], sampling: Sampling, seed: int, stream: int) -> None:
-        """Set how a slot of a shard draws, if that is another way than it did last."""
+        """Set how a slot of a shard draws, unless the slot draws so already."""
         how = (sampling, seed, stream) if sampling.temperature else (sampling, 0, 0)
         if self._how.get(slot) == how:
             return
@@ -175,7 +177,7 @@ class Runner:
         self._state = self._state._replace(counts_SV=self._put_at(slot, self._state.counts_SV, counts_V))
 
     def _put_at(self, slot: tuple[int, int], all: Any, one: Any) -> Any:
-        slot_N = np.full(self.programs.shards, self._slots + 1, np.int32)  # there is none of this index
+        slot_N = np.full(self.programs.shards, self._slots + 1, np.int32)  # no slot has this index
         slot_N[slot[0]] = slot[1]
         with jax.set_mesh(self.programs.mesh):
             return self._put(all, slot_N, one)
@@ -236,12 +238,12 @@ class Runner:
     def check(self) -> bool:
         """Return whether a token's results are the same to the bit in every program and on every shard, at another row
         each time, read as part of a prompt or by itself. Pages of a runner that is idle are overwritten."""
-        tokens = np.random.default_rng(0).integers(0, len(self._known), TILE + 3)
+        tokens = np.random.default_rng(0).integers(0, len(self._valid_token_mask), TILE + 3)
         table = range(1, -(-len(tokens) // self.programs.layout.size) + 1)
 
         def read(shape: StepShape, first: int, begin: int) -> set[tuple[int, bytes]]:
-            """Read the tokens from this one on, in runs from this one on, on each shard; return the logits after the
-            last, from some of the vocabulary on: all those that lie on devices of this process."""
+            """Read the tokens from `first` on, in runs from `begin` on, on each shard. Return the logits after the last
+            token on devices of this process: of each part of the vocabulary its first id, and its bytes."""
             batch = self.programs.empty_batch(shape, self.cache)
             tables = [table] * len(self.programs.layout.groups)
             for index in range(self.programs.shards):
@@ -256,14 +258,14 @@ class Runner:
         plain = self._shapes[False]
         runs = [(shape, 0, run) for shape in plain if shape.tiles >= 2 for run in {shape.decode, shape.runs - 2}]
         runs += [(shape, len(tokens) - 1, run) for shape in plain for run in {0, shape.decode - 1}]
-        found = set().union(*(read(*each) for each in runs))
-        return len(found) == len({start for start, _ in found})
+        logits = set().union(*(read(*each) for each in runs))
+        return len(logits) == len({start for start, _ in logits})
 
 
 @lru_cache
 def _put(sharding: NamedSharding) -> Callable[[Any, np.int32, Any], Any]:
-    """Return a program that changes the state of one slot in that of all; a shard that has it not is given another
-    index."""
+    """Return a program that changes the state of one slot in the state of all; a shard without that slot gets an index
+    that no slot has."""
 
     def put(all: Any, slot_1: jax.Array, one: Any) -> Any:
         return jax.tree.map(lambda all, one: all.at[slot_1[0]].set(one, mode="drop"), all, one)
@@ -288,8 +290,8 @@ def _token(drawn: Drawn, at: int) -> Token:
     """Return one of the tokens of a step, from arrays on the host."""
     if math.isnan(logprob := float(drawn.logprob[at])):
         return Token(int(drawn.token[at]))
-    asked = zip(drawn.top_ids[at].tolist(), drawn.top_logprobs[at].tolist(), strict=True)
-    return Token(int(drawn.token[at]), logprob, tuple((id, ln_p) for id, ln_p in asked if id != NO_TOKEN))
+    likeliest = zip(drawn.top_ids[at].tolist(), drawn.top_logprobs[at].tolist(), strict=True)
+    return Token(int(drawn.token[at]), logprob, tuple((id, ln_p) for id, ln_p in likeliest if id != NO_TOKEN))
 
 
 def _write_run(
@@ -301,8 +303,8 @@ def _write_run(
     tables: Sequence[Sequence[int]],
     length: int,
 ) -> int:
-    """Write tokens at positions from `start` on, of a sequence that may come to `length`, as a run: the row of one that
-    decodes, or rows of a tile. Return the last row."""
+    """Write tokens at positions from `start` on, of a sequence that may come to `length`, as a run: the row of a
+    sequence that decodes, or rows of a tile. Return the last row."""
     tile = run - shape.decode
     section, place = (0, run) if tile < 0 else (1, tile)
     first = run if tile < 0 else shape.decode + tile * shape.tile

@@ -76,8 +76,8 @@ class Drawn(NamedTuple):
       token: int32 [R], NO_TOKEN where logits are not finite.
       logprob: float32 [R], the token's; NaN where the row asks for none, or has no token.
       top_ids: int32 [R, K], the ids of the likeliest tokens, in order, where K is the smaller of `MAX_LOGPROBS` and the
-        vocabulary; NO_TOKEN beyond the number that the row asks for. Ids without a token are not among them.
-      top_logprobs: float32 [R, K], theirs; −∞ beyond.
+        vocabulary; NO_TOKEN beyond the number that the row asks for. No id without a token is among the likeliest.
+      top_logprobs: float32 [R, K], of these tokens; −∞ beyond.
     """
 
     token: jax.Array
@@ -89,8 +89,8 @@ class Drawn(NamedTuple):
 def row_sampling(
     rows: Sequence[Sampling], seed: int | Sequence[int], streams: Sequence[int] | None = None
 ) -> RowSampling:
-    """Return the sampling of rows under one seed, or under one of each; row i draws from stream i where no streams are
-    given."""
+    """Return the sampling of rows under one seed, or under a seed of each row; row i draws from stream i where no
+    streams are given."""
 
     def floats(of: Callable[[Sampling], float]) -> np.ndarray:
         return np.array([of(how) for how in rows], np.float32)
@@ -134,22 +134,22 @@ def sample(
     logits_RV: jax.Array,
     how: RowSampling,
     position_R: jax.Array,
-    known_V: jax.Array | None = None,
+    valid_V: jax.Array | None = None,
     counts_RV: jax.Array | None = None,
 ) -> Drawn:
     """Draw a token for each row: it depends on the row's logits, options, seed, stream, position and counts alone.
 
     A row has no token if its largest logit is not finite: logits of NaN, of ∞, or of −∞ alone are no distribution.
-    Nothing is drawn where all rows take the likeliest token, nothing is searched where none is filtered, and nothing
-    else is computed that no row asks for.
+    Nothing is drawn where all rows take the likeliest token, nothing is searched where no row is filtered, and
+    nothing else is computed that no row asks for.
 
     Args:
       logits_RV: float32.
       position_R: int32, of the token that is drawn in its sequence.
-      known_V: bool, whether an id has a token; others have probability 0. None where all have.
+      valid_V: bool, whether an id has a token; ids without a token have probability 0. None where all ids have one.
       counts_RV: of the tokens before (`token_counts`); None where no row has a penalty.
     """
-    changed_RV = adjusted(logits_RV, how, known_V, counts_RV)
+    changed_RV = adjusted(logits_RV, how, valid_V, counts_RV)
     likeliest_R = jnp.argmax(changed_RV, axis=-1).astype(jnp.int32)
     is_drawn_R = how.temperature > 0.0
 
@@ -159,11 +159,11 @@ def sample(
 
     token_R = _if_any(is_drawn_R, draw, lambda: likeliest_R)
     token_R = jnp.where(jnp.isfinite(_at(changed_RV, likeliest_R)), token_R, NO_TOKEN)
-    return Drawn(token_R, *_logprobs(logits_RV, token_R, how.logprobs, known_V))
+    return Drawn(token_R, *_logprobs(logits_RV, token_R, how.logprobs, valid_V))
 
 
 def adjusted(
-    logits_RV: jax.Array, how: RowSampling, known_V: jax.Array | None = None, counts_RV: jax.Array | None = None
+    logits_RV: jax.Array, how: RowSampling, valid_V: jax.Array | None = None, counts_RV: jax.Array | None = None
 ) -> jax.Array:
     """Return logits after penalties and biases (`Sampling`), −∞ for ids without a token; arguments as of `sample`."""
 
@@ -183,7 +183,7 @@ def adjusted(
         counts = (how.repetition != 1.0) | (how.presence != 0.0) | (how.frequency != 0.0)
         changed_RV = _if_any(counts, penalised, lambda: logits_RV)
     changed_RV = _if_any(how.bias != 0.0, biased, lambda: changed_RV)
-    return changed_RV if known_V is None else jnp.where(known_V[None], changed_RV, -jnp.inf)
+    return changed_RV if valid_V is None else jnp.where(valid_V[None], changed_RV, -jnp.inf)
 
 
 def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:
@@ -279,20 +279,20 @@ def _share(bits_R: jax.Array, whole_R: jax.Array) -> jax.Array:
 
 
 def _logprobs(
-    logits_RV: jax.Array, token_R: jax.Array, asked_R: jax.Array, known_V: jax.Array | None
+    logits_RV: jax.Array, token_R: jax.Array, count_R: jax.Array, valid_V: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the fields of Drawn beside the token."""
+    """Return the fields of Drawn beside the token. `count_R`: the rows' `RowSampling.logprobs`."""
     size = len(token_R), min(MAX_LOGPROBS, logits_RV.shape[-1])
 
     def some() -> tuple[jax.Array, jax.Array, jax.Array]:
         whole_RV = constrain(logits_RV, "batch", None)
         distance_RV = whole_RV - _at(whole_RV, jnp.argmax(whole_RV, axis=-1))[:, None]
         ln_total_R = jnp.log(_total(jnp.exp(distance_RV)))
-        drawn_R = jnp.where(asked_R >= 0, _at(distance_RV, token_R) - ln_total_R, jnp.nan)
+        drawn_R = jnp.where(count_R >= 0, _at(distance_RV, token_R) - ln_total_R, jnp.nan)
         top_RK, id_RK = jax.lax.top_k(
-            distance_RV if known_V is None else jnp.where(known_V[None], distance_RV, -jnp.inf), size[1]
+            distance_RV if valid_V is None else jnp.where(valid_V[None], distance_RV, -jnp.inf), size[1]
         )
-        is_asked_RK = (jnp.arange(size[1])[None] < asked_R[:, None]) & (top_RK > -jnp.inf)
+        is_asked_RK = (jnp.arange(size[1])[None] < count_R[:, None]) & (top_RK > -jnp.inf)
         return (
             jnp.where(token_R == NO_TOKEN, jnp.nan, drawn_R),
             jnp.where(is_asked_RK, id_RK, NO_TOKEN),
@@ -302,11 +302,11 @@ def _logprobs(
     def none() -> tuple[jax.Array, jax.Array, jax.Array]:
         return jnp.full(size[0], jnp.nan), jnp.full(size, NO_TOKEN), jnp.full(size, -jnp.inf)
 
-    return _if_any(asked_R >= 0, some, none)
+    return _if_any(count_R >= 0, some, none)
 
 
 def _if_any(is_row_R: jax.Array, compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """Return what is computed where it is so of any row, and else the other."""
+    """Return the result of `compute` where `is_row_R` is true of any row, else the result of `otherwise`."""
     return jax.lax.cond(on_any_shard(jnp.any(is_row_R)), compute, otherwise)
 
 

@@ -28,10 +28,10 @@ class ShardPlan:
 
     Attributes:
       decode: generations that read one token, the last that their slot has drawn, and draw the next.
-      positions: of these tokens.
+      positions: of the tokens that `decode` reads.
       chunks: prompts, or the tokens of a preempted generation, in order.
-      slots: of `decode`, then of `chunks`. A generation that is cancelled has none any more.
-      tables: likewise; by group, the pages of the generation at this step, as C ints.
+      slots: of `decode`, then of `chunks`. A generation that is cancelled has no slot any more.
+      tables: of the same generations; by group, the pages of the generation at this step, as C ints.
     """
 
     decode: tuple[Generation, ...]
@@ -91,13 +91,13 @@ class Scheduler:
     before them: each step takes the cache from the one before.
 
     All is decided in one order, that of `Generation.order`. Every step has a row for each generation that draws, then
-    chunks of those that still read, then of new ones. Nothing is admitted past one that waits. A generation that lacks
-    pages takes them from the last in order on its shard, which begins again later; so the first always goes on, then
-    the next.
+    chunks of generations that still read, then of new ones. No generation is admitted past one that waits. A generation
+    that lacks pages takes them from the last in order on its shard, which begins again later; so the first always goes
+    on, then the next.
 
-    A generation begins on the shard where it has the least to wait for (`Shard.work`): one that has its prefix, or that
-    has little to do. Where it has no room there, it begins on the next that has; what is preempted may begin again
-    elsewhere.
+    A generation begins on the shard where it has the least to wait for (`Shard.work`): a shard that has its prefix, or
+    that has little to do. Where that shard has no room, the generation begins on the next shard that has; a preempted
+    generation may begin again on another shard.
 
     Args:
       pages: of each shard, all alike.
@@ -105,10 +105,10 @@ class Scheduler:
       chunk_tokens: the rows of a step that read prompts on a shard.
       tile: the rows that no two chunks share.
       max_queued: the most requests that wait.
-      max_queued_tokens: the most tokens of theirs; a single one may have more.
+      max_queued_tokens: the most tokens of the requests that wait; a single request may have more.
       max_context: the most tokens of a sequence.
 
-    `preemptions` counts the times that one lost its pages.
+    `preemptions` counts the times that a generation lost its pages.
     """
 
     def __init__(
@@ -132,10 +132,10 @@ class Scheduler:
         self._live: dict[int, Generation] = {}
         self._waiting: list[Generation] = []  # in order
         self._waiting_tokens = 0
-        self._planned: tuple[Generation, ...] = ()  # in the plan before
+        self._planned: tuple[Generation, ...] = ()  # in the last plan
         self._failed: list[Generation] = []
         self.preemptions = 0
-        self._blocked = -1, -1  # the last that had no room, and the count of returns then
+        self._blocked = -1, -1  # the last generation without room, and the count of returns then
 
     @property
     def live(self) -> Set[int]:
@@ -159,9 +159,9 @@ class Scheduler:
         priority: int = 0,
         seed: int = 0,
         salt: bytes = b"",
-        ends: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
     ) -> Generation:
-        """Put a request into the queue; `ends` are ids that end it beside its own.
+        """Put a request into the queue; `stop_token_ids` end the request beside its own.
 
         Raises NeverFits if it could not run alone, and Full if too many wait.
         """
@@ -187,7 +187,9 @@ class Scheduler:
             request=request,
             tokens=list(request.prompt),
             prompt=prompt,
-            ends=frozenset((*(request.ends or ()), *(() if request.ignores_ends else ends))),
+            stop_token_ids=frozenset(
+                (*(request.stop_token_ids or ()), *(() if request.ignores_stop_tokens else stop_token_ids))
+            ),
             priority=priority,
             seed=seed,
             salt=salt,
@@ -197,18 +199,18 @@ class Scheduler:
         return generation
 
     def cancel(self, id: int) -> None:
-        """End a generation that nobody waits for any more. One that has ended, or never was, is left alone."""
+        """End a generation that nobody waits for any more. An id that is unknown, or has ended, is left alone."""
         if generation := self._live.get(id):
             self._end(generation, "cancelled")
 
     def finish(self, id: int) -> None:
-        """End a generation whose text has met a stop string, after `commit`. One that has ended is left alone."""
+        """End a generation whose text has met a stop string, after `commit`. An id that has ended is left alone."""
         if generation := self._live.get(id):
             self._publish(generation)
             self._end(generation, "stop")
 
     def failed(self) -> list[Generation]:
-        """Return, once each, those that `plan` has ended because they could not go on alone."""
+        """Return, once each, the generations that `plan` has ended because they could not go on alone."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -220,7 +222,7 @@ class Scheduler:
             shard.tiles = self._tiles
         rows, is_open = [_Rows() for _ in self._shards], True
         under_way = itertools.chain.from_iterable(shard.admitted for shard in self._shards)
-        later = deque(sorted(under_way, key=_order))  # those under way that this loop has yet to come to
+        later = deque(sorted(under_way, key=_order))  # generations under way that this loop has yet to visit
         while later or (is_open and self._waiting):
             if is_open and self._waiting and not (later and _order(later[0]) < _order(self._waiting[0])):
                 is_open = self._admit(self._waiting[0], later)
@@ -249,15 +251,15 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, drawn: Mapping[int, int]) -> list[Generation]:
         """Take the token ids that a step has drawn, by the id of the generation, and return the generations that took
-        theirs: those that had ended drop it. An id among the `ends` of a generation ends it and is none of its
-        tokens."""
+        a token: a generation that had ended drops its token. An id among the `stop_token_ids` of a generation ends the
+        generation and is not added to its tokens."""
         generations = []
         for generation in plan.draws:
             if generation.end:
                 continue
             token = drawn[generation.id]
             generation.pending -= 1
-            if token not in generation.ends:
+            if token not in generation.stop_token_ids:
                 generation.tokens.append(token)
                 self._waiting_tokens += generation.holding is None
                 end = "length" if generation.drawn == generation.request.max_tokens else None
@@ -270,14 +272,14 @@ class Scheduler:
         return generations
 
     def _admit(self, generation: Generation, later: deque[Generation]) -> bool:
-        """Let one begin, and be the first of `later`, if a shard has a slot and room for what it has to read.
+        """Let a generation begin, and be the first of `later`, if a shard has a slot and room for the tokens to read.
 
-        It may take them from the last of `later`.
+        The slot and the room may be taken from the last of `later`.
         """
         if not any(shard.tiles for shard in self._shards):
             return False
         if generation.pending or self._blocked == (generation.id, self._returns):
-            return False  # a draw has yet to be read, or nothing came back since there was no room
+            return False  # a draw has yet to be read, or no page came back since there was no room
         ways: list[Admission] = []
         for shard in self._by_work(generation):
             ways.append(shard.admission(generation, later))
@@ -312,7 +314,7 @@ class Scheduler:
     def _extended(self, generation: Generation, stop: int, later: deque[Generation]) -> int:
         """Give a generation room for `stop` tokens, or as many as there can be, and return how many.
 
-        Takes pages from the last of `later` while it must. One that has nobody else's to take ends with an error.
+        Takes pages from the last of `later` while it must. A generation that finds no other's pages ends with an error.
         """
         shard = self._shards[generation.shard]
         while (room := shard.pages.room(generation.holding)) < stop and self._preempt_last(shard, later):

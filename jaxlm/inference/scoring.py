@@ -20,13 +20,13 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """A scorer of continuations by an engine. Contexts that begin alike are read once, as far as its cache goes."""
+    """A scorer of continuations by an engine, which reads contexts that begin alike once, as far as its cache goes."""
 
     def __init__(self, engine: Engine):
         self._engine, self._longest = engine, engine.longest
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
-        """Yield the index and Score of each (context, continuation) of token ids, as they are known.
+        """Yield the index and Score of each (context, continuation) of token ids, as the scores come.
 
         A pair of more tokens than the engine's context and one loses the beginning of its context. Raises InputError
         for a context or continuation without tokens, for a continuation longer than that context, and where logits are
@@ -34,16 +34,16 @@ class Scorer:
         """
         for context, continuation in pairs:
             _check(context, continuation, self._longest)
-        asked: dict[int, int] = {}
+        indices: dict[int, int] = {}
         try:
             for index, pair in enumerate(pairs):
-                asked[self._engine.submit(self._request(*pair))] = index
-            logprobs = {id: np.zeros(len(pairs[index][1])) for id, index in asked.items()}
-            greedy = dict.fromkeys(asked, True)
-            for event in self._engine.answers(asked):
+                indices[self._engine.submit(self._request(*pair))] = index
+            logprobs = {id: np.zeros(len(pairs[index][1])) for id, index in indices.items()}
+            greedy = dict.fromkeys(indices, True)
+            for event in self._engine.answers(indices):
                 if event.error:
                     raise event.error
-                context, continuation = pairs[asked[event.id]]
+                context, continuation = pairs[indices[event.id]]
                 if event.scores:
                     at = event.scores.first - min(len(context), self._longest + 1 - len(continuation)) + 1
                     rows = slice(at, at + len(event.scores.logprob))
@@ -51,9 +51,9 @@ class Scorer:
                     greedy[event.id] &= event.scores.likeliest.tolist() == [*continuation[rows]]
                 if event.end:
                     truncated = len(context) + len(continuation) > self._longest + 1
-                    yield asked[event.id], Score(float(logprobs[event.id].sum()), greedy[event.id], truncated)
+                    yield indices[event.id], Score(float(logprobs[event.id].sum()), greedy[event.id], truncated)
         finally:
-            for id in asked:
+            for id in indices:
                 self._engine.cancel(id)
 
     def _request(self, context: Sequence[int], continuation: Sequence[int]) -> Request:

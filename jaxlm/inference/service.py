@@ -31,14 +31,15 @@ class ServiceStatistics(NamedTuple):
 
     Attributes:
       waiting, running: requests now.
-      pages, pages_held, pages_cached: of all groups of layers and all shards: all there are, those of running
-        requests, and those that nobody holds and that may be found again.
+      pages, pages_held, pages_cached: of all groups of layers and all shards: all pages, pages of running
+        requests, and pages that nobody holds and that may be found again.
       requests: that have ended, by the reason.
-      prompt_tokens, cached_tokens: of requests that have drawn; those of them that were found in the cache.
+      prompt_tokens, cached_tokens: tokens of prompts of requests that have drawn, and how many of these tokens were
+        found in the cache.
       tokens: that were drawn.
       preemptions: times that a request lost its pages to others.
       steps: that were dispatched.
-      step_seconds: the last of them took.
+      step_seconds: the time of the last step.
     """
 
     waiting: int
@@ -79,9 +80,9 @@ class _Listener:
 class EventStream:
     """Events of requests that were submitted together, as pairs of a request's index and an event.
 
-    A context, which cancels at its end what has not ended. The iteration ends once all requests have; it raises
-    EngineFailed or Draining where the service ends before them. Events wait here for a reader however slow, as many as
-    there are tokens.
+    A context, which cancels at its end the requests that have not ended. The iteration ends once all requests have
+    ended, and raises EngineFailed or Draining where the service ends before the requests. Events wait here for a reader
+    however slow, as many as there are tokens.
     """
 
     def __init__(self, service: "EngineService"):
@@ -105,11 +106,11 @@ class EventStream:
             while not self._events:
                 self._ready.clear()
                 await self._ready.wait()
-            found = self._events.popleft()
-            if isinstance(found, Exception):
+            item = self._events.popleft()
+            if isinstance(item, Exception):
                 self._open.clear()
-                raise found
-            index, event = found
+                raise item
+            index, event = item
             if index in self._open:
                 if event.end:
                     del self._open[index]
@@ -126,9 +127,9 @@ class EventStream:
         self._service._cancel(self._open.values())
         self._open.clear()
 
-    def _put(self, found: Iterable[tuple[int, Event] | Exception]) -> None:
+    def _put(self, events: Iterable[tuple[int, Event] | Exception]) -> None:
         """Take events, in the thread of the reader."""
-        self._events.extend(found)
+        self._events.extend(events)
         self._ready.set()
 
 
@@ -167,7 +168,7 @@ class EngineService:
 
     @property
     def is_draining(self) -> bool:
-        """True once it takes no more requests."""
+        """True once the service takes no more requests."""
         return self._draining
 
     def stream(
@@ -206,7 +207,7 @@ class EngineService:
         return stream
 
     def statistics(self) -> ServiceStatistics:
-        """Return what it has done and does."""
+        """Return the counts of the service so far, and its state now."""
         engine = self.engine
         return ServiceStatistics(
             waiting=engine.waiting,
@@ -228,13 +229,13 @@ class EngineService:
         return 0.0 if self._resting else time.monotonic() - self._beat
 
     def retry_after(self) -> int:
-        """Return after how many seconds a queue that is full now may take a request: as long as those that wait are
-        expected to."""
+        """Return after how many seconds a full queue may take a request: the expected wait of the requests in the
+        queue."""
         return min(max(math.ceil(self._between_ends * self.engine.waiting), 1), _LONGEST_WAIT_S)
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, and return when all have ended or after so many seconds; those that are left then end
-        with Draining."""
+        """Take no more requests, and return when all have ended or after so many seconds; requests that are left then
+        end with Draining."""
         self._draining = True
         deadline = time.monotonic() + seconds
         while self._listeners and time.monotonic() < deadline:
@@ -254,7 +255,7 @@ class EngineService:
         with self._wake:
             if self._listeners.pop(id, None):
                 self._count_end("stop")
-                self._finished.append(id)  # the engine's thread alone may end it before its time
+                self._finished.append(id)  # the engine's thread alone may end a request early
                 self._wake.notify()
 
     def _cancel(self, ids: Iterable[int]) -> None:
@@ -290,7 +291,7 @@ class EngineService:
 
     def _deliver(self, events: Sequence[Event]) -> None:
         now = time.monotonic()
-        found: dict[EventStream, list[tuple[int, Event]]] = {}
+        events_of: dict[EventStream, list[tuple[int, Event]]] = {}
         with self._wake:
             for event in events:
                 listener = self._listeners.get(event.id)
@@ -302,10 +303,10 @@ class EngineService:
                     del self._listeners[event.id]
                     self._count_end(event.end)
                 if not listener.request.hidden:
-                    event = event._replace(hidden=None)  # a row of an array that would be kept for it
-                found.setdefault(listener.stream, []).append((listener.index, event))
+                    event = event._replace(hidden=None)  # a row, which would keep its whole array
+                events_of.setdefault(listener.stream, []).append((listener.index, event))
         loops: dict[asyncio.AbstractEventLoop, list] = {}
-        for stream, batch in found.items():
+        for stream, batch in events_of.items():
             loops.setdefault(stream._loop, []).append((stream, batch))
         for loop, batches in loops.items():
             _call(loop, _put_all, batches)
@@ -350,7 +351,7 @@ def _tell(streams: Iterable[EventStream], error: Exception) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable, argument: list) -> None:
-    """Call a function in the thread of a loop, unless that is closed: then nobody reads."""
+    """Call a function in the thread of a loop, unless the loop is closed: then nobody reads."""
     try:
         loop.call_soon_threadsafe(function, argument)
     except RuntimeError:

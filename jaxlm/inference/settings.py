@@ -15,8 +15,8 @@ class EngineSettings:
         needs.
       page: tokens of a page, a multiple of `step_shapes.TILE`.
       chunk_tokens: the most rows of prompts in a step on each shard, rounded up to whole tiles.
-      max_queued, max_queued_tokens: the most requests that wait, and of their tokens.
-      exact: compute each row in one way on a CPU, whatever shares its step; without it XLA may choose another way for
+      max_queued, max_queued_tokens: the most requests that wait, and the most of their tokens.
+      exact: compute each row in one way on a CPU, whatever shares its step; if false, XLA may choose another way for
         each number of rows.
     """
 

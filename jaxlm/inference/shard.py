@@ -11,11 +11,11 @@ from jaxlm.inference.pages import Pages, SequencePages
 
 @dataclass(frozen=True, eq=False)
 class Admission:
-    """A way for a generation to begin on a shard, with the pages of its prefix: it is taken or declined.
+    """A way for a generation to begin on a shard, with the pages of its prefix: the way is taken or declined.
 
     Attributes:
-      victims: how few generations must go for it to have a slot and room; None if all of them are not enough.
-      is_early: a generation before it reads the same next page now: then it is better to wait for that.
+      victims: how few generations must go for this one to have a slot and room; None if there is no such number.
+      is_early: an earlier generation reads the same next page now, so that waiting for that page is better.
     """
 
     shard: "Shard"
@@ -29,30 +29,30 @@ class Admission:
 
 
 class Shard:
-    """The pages, the free slots and the generations of one shard. The devices of a shard know no others' sequences.
+    """The pages, the free slots and the generations of one shard. Its devices know no sequences of other shards.
 
     Attributes:
       admitted: the generations that are under way here.
-      tiles: of the step that is being planned, those left for prompts.
+      tiles: the tiles left for prompts in the step that is being planned.
     """
 
     def __init__(self, index: int, pages: Pages, slots: int):
         self.index, self.pages, self.tiles = index, pages, 0
         self.admitted: list[Generation] = []
-        self._slots = list(range(slots))  # a heap of those that are free
+        self._slots = list(range(slots))  # a heap of the free ones
 
     def work(self, generation: Generation) -> int:
-        """Return how much a generation would have before it and to do here, in tokens: those that are to be read, its
-        own without a prefix that is cached here and those of others, and a page for each that is under way."""
+        """Return how many tokens are to be read here before a generation draws: its own but for a prefix that is cached
+        here, those of others, and a page for each generation that is under way."""
         cached = self.pages.cached_tokens(generation.shareable, generation.salt)
         others = sum(len(other.tokens) - other.computed for other in self.admitted if other.is_reading)
         return len(generation.tokens) - cached + others + self.pages.size * len(self.admitted)
 
     def admission(self, generation: Generation, later: Sequence[Generation]) -> Admission:
-        """Return how a generation could begin here. It may take the slots and pages of the last of `later`.
+        """Return how a generation could begin here. Its slot and pages may come from the last of `later`.
 
-        These are of lower priority: of one priority the oldest are under way. A page for each of those that stay
-        remains free, so that what they draw next does not take it from this one again at once.
+        Generations in `later` are of lower priority: of one priority the oldest are under way. A page stays free for
+        each generation that stays, so that its next token does not take pages from this generation at once.
         """
         holding = self.pages.match(generation.shareable, generation.salt)
         if self._reads_next_page_of(generation, holding):
@@ -77,7 +77,7 @@ class Shard:
         )
 
     def begin(self, generation: Generation, holding: SequencePages) -> None:
-        """Give a generation a slot and its pages, of which the first are read."""
+        """Give a generation a slot, and pages that begin with those of its prefix."""
         if not generation.preemptions:
             generation.cached = holding.tokens
         generation.shard, generation.slot = self.index, heapq.heappop(self._slots)

@@ -11,8 +11,8 @@ _FEW = 8  # sequences that decode in a smaller program than that of all
 
 class StepShape(NamedTuple):
     """The rows of a step, which a program is compiled for: `decode` sequences of one row, and `tiles` runs of `tile`
-    rows of prompts. It gives the logits of as many draws as sequences may decode. `scores`: whether it also gives the
-    log-probabilities of the tokens after the prompts' rows."""
+    rows of prompts. The program gives the logits of as many draws as sequences may decode. `scores`: whether the
+    program also gives the log-probabilities of the tokens after the prompts' rows."""
 
     decode: int
     tiles: int
@@ -46,17 +46,17 @@ class StepShapes:
 
     @property
     def decode(self) -> list[int]:
-        """The sequences that decode, of which there are programs."""
+        """The numbers of decoding sequences that there are programs for."""
         return [*(n for n in (self.fewest, _FEW) if n < self.slots), max(self.fewest, self.slots)]
 
     @property
     def tiles(self) -> list[int]:
-        """The tiles of prompts, of which there are programs."""
+        """The numbers of tiles of prompts that there are programs for."""
         most = max(-(-self.chunk_tokens // TILE), 1)
         return sorted({0, min(2, most), most})
 
     def all(self, scores: bool = False) -> list[StepShape]:
-        """Return the shapes that there are programs for, without those of scores or with."""
+        """Return the shapes that there are programs for; with `scores` also the shapes whose programs give scores."""
         fewest, *more = self.decode
         shapes = [StepShape(fewest, tiles, TILE) for tiles in (self.tiles[:-1] if more else self.tiles)]
         shapes += [StepShape(decode, tiles, TILE) for decode in more for tiles in self.tiles]

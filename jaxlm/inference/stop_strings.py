@@ -15,7 +15,7 @@ class StopScanner:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """Return the text that is known to stand before any stop string. `found` says whether one has ended it."""
+        """Return the text that is known to stand before any stop string. `found`: a stop string has ended the text."""
         text = self._held + piece
         first = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
         if first is not None:
@@ -26,9 +26,9 @@ class StopScanner:
         return text[:end]
 
     def rest(self) -> str:
-        """Return what was held back, of a text that ends here."""
-        held, self._held = self._held, ""
-        return held
+        """Return the end that was held back, of a text that ends here."""
+        rest, self._held = self._held, ""
+        return rest
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -20,8 +20,8 @@ from jaxlm.parallel.rules import Rules
 class WeightLayout:
     """The form in which the engine keeps the parameters of a model.
 
-    A step that ran a loop over stacked layers would copy each, or on a CPU convert all of them. On a CPU a matrix by
-    its outputs, [out, in], is multiplied by one kernel whatever the number of rows, so that a row's result does not
+    A step that ran a loop over stacked layers would copy each layer, or on a CPU convert all layers. On a CPU a matrix
+    by its outputs, [out, in], is multiplied by one kernel whatever the number of rows, so that a row's result does not
     depend on what shares its step; by its inputs the kernel changes with the number of rows.
 
     Args:

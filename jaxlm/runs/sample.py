@@ -26,16 +26,16 @@ def sample(experiment: Experiment, dataset: Dataset, parameters: Tree, mesh: "Me
     """Return a held-out text continued from its beginning, or a held-out conversation with its last answer by the
     model; a mark stands where the prompt ends. A model that has diverged gives a remark in place of a text."""
     model, tokenizer = experiment.model, dataset.tokenizer
-    prompt, ends = _prompt(dataset, most=math.ceil(model.context_length / 2))
+    prompt, stop_token_ids = _prompt(dataset, most=math.ceil(model.context_length / 2))
     tokens = min(experiment.records.sample_tokens, max_new_tokens(model, len(prompt)))
-    request = Request(prompt, tokens, _SAMPLING, ends=ends)
+    request = Request(prompt, tokens, _SAMPLING, stop_token_ids=stop_token_ids)
     engine = Engine(
         model,
         cast(parameters, jnp.dtype(experiment.execution.dtype)),
         mesh,
         EngineSettings(slots=1, context=request.most_tokens),
-        known=tokenizer.known(model.vocab_size),
-        ends=tokenizer.ends,
+        valid_token_mask=tokenizer.valid_token_mask(model.vocab_size),
+        stop_token_ids=tokenizer.stop_token_ids,
         kernels=experiment.execution.kernels,
     )
     try:
@@ -58,5 +58,5 @@ def _prompt(dataset: Dataset, most: int) -> tuple[list[int], set[int] | None]:
     document, tokens = next(fitting, (document, most))
     whole = document, 0, int(store.lengths[document])
     last = store.read(*whole)[store.learned(*whole)][-1:].tolist()
-    ends = {*last} & {*dataset.tokenizer.controls.values()}  # as the template ends an answer
-    return store.read(document, 0, tokens).tolist(), ends
+    stop_token_ids = {*last} & {*dataset.tokenizer.controls.values()}  # as the template ends an answer
+    return store.read(document, 0, tokens).tolist(), stop_token_ids

@@ -176,18 +176,18 @@ class _Server:
 
     def _refusal(self, error: Exception) -> Refusal:
         """Return the refusal that an exception means; one that nobody expects is logged."""
-        found = refusal_of(error, self._served.service.retry_after())
-        if found is None:
+        refusal = refusal_of(error, self._served.service.retry_after())
+        if refusal is None:
             _log.error("a request has failed", exc_info=error)
-            found = unexpected(error)
-        return found
+            refusal = unexpected(error)
+        return refusal
 
     async def http_error(self, request: Request, error: Exception) -> Response:
         """Answer to a path or a method that there is not."""
         assert isinstance(error, HTTPException)
-        known = f"there is no {request.method} {request.url.path} here; {PREFIX}/models lists what is served"
+        message = f"there is no {request.method} {request.url.path} here; {PREFIX}/models lists what is served"
         headers = dict(error.headers or {})
-        return Refusal(known, error.status_code, code="not_found", headers=headers).response()
+        return Refusal(message, error.status_code, code="not_found", headers=headers).response()
 
     async def unexpected_error(self, request: Request, error: Exception) -> Response:
         """Answer to an exception that nobody expects."""

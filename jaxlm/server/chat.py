@@ -91,18 +91,18 @@ class ChatBody(DrawingBody):
     @property
     def most_tokens(self) -> int | None:
         """The most tokens of an answer. Raises Refusal where two are given that differ."""
-        given = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
-        if len(given) > 1:
+        limits = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
+        if len(limits) > 1:
             raise Refusal(
                 f"max_tokens = {self.max_tokens} and max_completion_tokens = {self.max_completion_tokens} are one "
                 "limit; give one of them",
                 param="max_tokens",
             )
-        return next(iter(given), None)
+        return next(iter(limits), None)
 
     @property
     def asked_logprobs(self) -> int | None:
-        """The likeliest tokens whose log-probabilities are asked for beside the drawn one's; None: not even that."""
+        """The number of likeliest tokens whose log-probabilities are asked for; None: not even the drawn token's is."""
         if self.top_logprobs and not self.logprobs:
             raise Refusal("top_logprobs needs logprobs = true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -221,16 +221,16 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStr
             begun = form.opening(names[0] if len(names) == 1 else chosen, answer.prompt_end)
             answer, prompt = answer._replace(begun=begun), [*prompt, *with_controls(served.tokenizer, begun)]
     if not body.ignore_eos:
-        options["ends"] = (*options["ends"], *template.ends)
-    asked = CompletionRequest([prompt], body.most_tokens, sampling, is_answer=True, answer=answer, **options)
-    return CompletionStream(served, caller, asked)
+        options["stop_token_ids"] = (*options["stop_token_ids"], *template.stop_token_ids)
+    completion = CompletionRequest([prompt], body.most_tokens, sampling, is_answer=True, answer=answer, **options)
+    return CompletionStream(served, caller, completion)
 
 
 async def _whole(served: ServedModel, texts: CompletionStream, head: dict[str, Any]) -> ChatAnswer:
     pieces: list[list[TextDelta]] = [[] for _ in range(texts.count)]
     async for delta in texts.deltas():
         pieces[delta.index].append(delta)
-    has_logprobs = texts.asked.sampling.logprobs is not None
+    has_logprobs = texts.completion.sampling.logprobs is not None
     choices: list[Any] = [
         {
             "index": index,
@@ -261,7 +261,7 @@ async def _chunks(
     served: ServedModel, texts: CompletionStream, head: dict[str, Any], includes_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     usage = {"usage": None} if includes_usage else {}
-    has_logprobs = texts.asked.sampling.logprobs is not None
+    has_logprobs = texts.completion.sampling.logprobs is not None
 
     def chunk(index: int, delta: ChatDelta, logprobs: ChatLogprobs | None, finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

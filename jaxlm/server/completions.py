@@ -103,8 +103,8 @@ def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[C
         echoed = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     sampling = body.sampling(served.sampling, body.logprobs)
     scores = bool(body.echo) and body.logprobs is not None
-    asked = CompletionRequest(encoded, max_tokens, sampling, scores=scores, **drawing(body))
-    return CompletionStream(served, caller, asked), echoed
+    completion = CompletionRequest(encoded, max_tokens, sampling, scores=scores, **drawing(body))
+    return CompletionStream(served, caller, completion), echoed
 
 
 class _Completion:
@@ -153,9 +153,9 @@ class _Completion:
         logprobs = self._logprobs and self._logprobs[index]
         if self._shown and index not in self._begun:
             self._begun.add(index)
-            text = self._shown[index // self._texts.asked.n] + text
+            text = self._shown[index // self._texts.completion.n] + text
             if logprobs:
-                logprobs.add(Token(self._texts.asked.prompts[index // self._texts.asked.n][0]))
+                logprobs.add(Token(self._texts.completion.prompts[index // self._texts.completion.n][0]))
                 for token in self._texts.prompt_scores[index]:
                     logprobs.add(token)
         if logprobs and delta.token:
@@ -169,7 +169,7 @@ class _Completion:
 
 
 class _Logprobs:
-    """The log-probabilities of one continuation, those that were not taken yet."""
+    """The log-probabilities of one continuation, but for the ones that were taken before."""
 
     def __init__(self, served: ServedModel, top: int):
         self._served, self._top, self._offset = served, top, 0
@@ -186,7 +186,7 @@ class _Logprobs:
         self._offset += len(self._decoder.decode(content))
 
     def taken(self) -> CompletionLogprobs:
-        """Return those of the tokens since it was called last."""
+        """Return the log-probabilities of the tokens since the last call of this method."""
         taken, self._tokens = self._tokens, []
         return {
             "tokens": [self._name(token.id) for token, _ in taken],
@@ -199,10 +199,10 @@ class _Logprobs:
         """Return the likeliest tokens, and the token itself; of several with one name the likeliest."""
         if token.logprob is None:
             return None
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for id, logprob in (*token.top, (token.id, token.logprob)):
-            found.setdefault(self._name(id), logprob)
-        return found
+            logprobs.setdefault(self._name(id), logprob)
+        return logprobs
 
     def _name(self, id: int) -> str:
         """Return a token as text; a part of a character as OpenAI's API spells it."""

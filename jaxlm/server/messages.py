@@ -85,8 +85,8 @@ class MessageBody(RequestBody):
 def template_of(
     served: ServedModel, kwargs: Mapping[str, Any] | None = None, effort: str | None = None
 ) -> ChatTemplate:
-    """Return the chat template, with variables of a request. Raises Refusal where the model has none, or it reads no
-    such variable."""
+    """Return the chat template, with variables of a request. Raises Refusal where the model has no template, or the
+    template reads no such variable."""
     if served.chat_template is None:
         raise Refusal(f"{served.name} has no chat template; send a prompt to /v1/completions", code="no_chat_template")
     if effort is not None and _EFFORT not in served.chat_template.reads:
@@ -155,5 +155,5 @@ def _shown_call(call: CallBody) -> dict[str, Any]:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         raise Refusal("messages: arguments of a call must be JSON, in a text", param="messages") from None
-    found = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return found if call.id is None else {"id": call.id, **found}
+    shown = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return shown if call.id is None else {"id": call.id, **shown}

@@ -50,7 +50,7 @@ class ServerMetrics(ServiceObserver):
         self._duration.labels(route).observe(seconds)
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

@@ -44,14 +44,14 @@ def document(served: ServedModel, endpoints: Iterable[Endpoint]) -> dict[str, An
         return {media: {"schema": schemas[kind.__name__, "validation"]}}
 
     def answers(gives: type, streams: type | None = None, refused: Iterable[str] = _REFUSED) -> dict[str, Any]:
-        given = content(gives)
+        contents = content(gives)
         if streams:
             chunk = schemas[streams.__name__, "validation"]
             data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
             event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
-            given |= {"text/event-stream": {"schema": event}}
+            contents |= {"text/event-stream": {"schema": event}}
         failed = {status: {"description": _REFUSED[status], "content": content(ErrorAnswer)} for status in refused}
-        return {"200": {"description": (gives.__doc__ or "").split("\n")[0], "content": given}, **failed}
+        return {"200": {"description": (gives.__doc__ or "").split("\n")[0], "content": contents}, **failed}
 
     paths: dict[str, Any] = {}
     for one in endpoints:
@@ -71,13 +71,13 @@ def document(served: ServedModel, endpoints: Iterable[Endpoint]) -> dict[str, An
     paths[f"{PREFIX}/tokenizer_info"] = {
         "get": {"summary": "The tokenizer.", "responses": answers(TokenizerInfo, refused=("401",))}
     }
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": f"jaxlm serves {served.name}", "version": __version__},
         "paths": paths,
         "components": {"schemas": shared.get("$defs", {})},
     }
     if served.keys:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-    return found
+        description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        description["security"] = [{"key": []}]
+    return description

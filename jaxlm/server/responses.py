@@ -177,17 +177,17 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
         raise Refusal("input is empty; say something", param="input")
     template = template_of(served, effort=body.reasoning and body.reasoning.effort)
     form, prompt = form_of(template.source), encoded(template, messages)
-    asked = CompletionRequest(
+    completion = CompletionRequest(
         [prompt],
         body.max_output_tokens,
         body.sampling(served.sampling, None),
         seed=body.seed,
-        ends=template.ends,
+        stop_token_ids=template.stop_token_ids,
         salt=body.cache_salt,
         is_answer=True,
         answer=form and AnswerOptions(form, prompt_end=prompt_end(served, prompt)),
     )
-    return CompletionStream(served, caller, asked)
+    return CompletionStream(served, caller, completion)
 
 
 def _content(item: ResponseItem) -> str | list[TextPart]:
@@ -230,7 +230,7 @@ class _Response:
             yield self._event(f"{kind.text_name}.delta", **self._place, delta=text, **more)
 
     def _begun(self, kind: "type[_Item]") -> Iterator[dict[str, Any]]:
-        """Let the last item be of a kind, and yield the events of that."""
+        """Let the last item be of a kind, and yield the events of a new one."""
         if self._items and isinstance(self._items[-1], kind):
             return
         if self._items:
@@ -241,7 +241,7 @@ class _Response:
         yield self._event("content_part.added", **self._place, part=item.part())
 
     def _ended(self) -> Iterator[dict[str, Any]]:
-        """End the last item, and yield the events of that."""
+        """End the last item, and yield the events of its end."""
         item, more = self._items[-1], {"logprobs": []} if isinstance(self._items[-1], _Message) else {}
         item.status = "completed" if self._status == "in_progress" else self._status
         yield self._event(f"{item.text_name}.done", **self._place, text=item.text, **more)
@@ -255,7 +255,7 @@ class _Response:
 
     def whole(self) -> ResponseAnswer:
         """Return the answer as far as it is there."""
-        body, asked, is_done = self._body, self._texts.asked, self._status != "in_progress"
+        body, sampling, is_done = self._body, self._texts.completion.sampling, self._status != "in_progress"
         usage = self._texts.usage
         return {
             "id": self._id,
@@ -272,11 +272,11 @@ class _Response:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": asked.sampling.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
-            "top_p": 1.0 if asked.sampling.top_p is None else asked.sampling.top_p,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "truncation": "disabled",
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -303,11 +303,11 @@ class _Item:
         self.id, self.text, self.status = f"{self.prefix}_{uuid.uuid4().hex}", "", "in_progress"
 
     def part(self) -> dict[str, Any]:
-        """Return its text as a part of it."""
+        """Return the text of the item as a part."""
         raise NotImplementedError
 
     def shown(self, with_part: bool = True) -> dict[str, Any]:
-        """Return it, with its text or as it begins."""
+        """Return the item, with its text or as the item begins."""
         raise NotImplementedError
 
 

@@ -25,8 +25,8 @@ class PrefixRouter:
 
     @contextmanager
     def routed(self, prompt: str, without: Collection[int] = ()) -> Iterator[int]:
-        """Choose a server for a prompt, which is under way there for the length of the block: none of `without`, which
-        leaves at least one."""
+        """Choose a server for a prompt, which is under way there for the length of the block. No server in `without` is
+        chosen; at least one is not in it."""
         pieces = list(_beginnings(prompt))
         server = self._chosen(pieces, without)
         self._remember(server, pieces)
@@ -37,26 +37,26 @@ class PrefixRouter:
             self.load[server] -= 1
 
     def forget(self, server: int) -> None:
-        """Forget what a server has read: it is another one now."""
+        """Forget what a server has read: a new server has its place."""
         self._read[server].clear()
 
     def _chosen(self, pieces: Sequence[bytes], without: Collection[int]) -> int:
         there = [(i, load) for i, load in enumerate(self.load) if i not in without]
         least = min(load for _, load in there)
         near = [i for i, load in there if load - least <= max(_UNEVEN, load // 4)]
-        return max(near, key=lambda i: (self._known(i, pieces), -self.load[i], -len(self._read[i])))
+        return max(near, key=lambda i: (self._pieces_read(i, pieces), -self.load[i], -len(self._read[i])))
 
-    def _known(self, server: int, pieces: Sequence[bytes]) -> int:
+    def _pieces_read(self, server: int, pieces: Sequence[bytes]) -> int:
         """Return how many pieces of a prompt a server has read, from its beginning."""
         return next((n for n, piece in enumerate(pieces) if piece not in self._read[server]), len(pieces))
 
     def _remember(self, server: int, pieces: Sequence[bytes]) -> None:
-        read = self._read[server]
+        beginnings = self._read[server]
         for piece in pieces:
-            read[piece] = None
-            read.move_to_end(piece)
-        while len(read) > _KEPT:
-            read.popitem(last=False)
+            beginnings[piece] = None
+            beginnings.move_to_end(piece)
+        while len(beginnings) > _KEPT:
+            beginnings.popitem(last=False)
 
 
 def prompt_of(content: bytes) -> str:
@@ -64,10 +64,10 @@ def prompt_of(content: bytes) -> str:
     that says nothing, which any server may refuse."""
     try:
         body: Any = json.loads(content)
-        found = {key: body[key] for key in ("tools", "instructions", "messages", "prompt", "input") if body.get(key)}
+        prompt = {key: body[key] for key in ("tools", "instructions", "messages", "prompt", "input") if body.get(key)}
     except (ValueError, TypeError, AttributeError, RecursionError):
         return ""
-    return json.dumps(found, ensure_ascii=False)
+    return json.dumps(prompt, ensure_ascii=False)
 
 
 def _beginnings(prompt: str) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ MAX_CHOICES = 128  # continuations of a prompt, as many as OpenAI's API gives
 
 
 def neutral(*values: Any, why: str) -> Any:
-    """Return the type of a parameter of which only values that change nothing are supported; None always is.
+    """Return the type of a parameter of which only values that change nothing are supported; None is always supported.
 
     Args:
       values: lists, tables and scalars.
@@ -114,15 +114,15 @@ class SamplingBody(RequestBody):
         """Return how tokens are drawn; what the body leaves open is as `published`. Raises Refusal for values without
         meaning."""
         options = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        given = {name: value for name in options if (value := getattr(self, name, None)) is not None}
+        values = {name: value for name in options if (value := getattr(self, name, None)) is not None}
         if (bias := getattr(self, "logit_bias", None)) is not None:
-            given["logit_bias"] = bias or None
+            values["logit_bias"] = bias or None
         if self.top_k is not None:
-            given["top_k"] = None if self.top_k in (0, -1) else self.top_k
+            values["top_k"] = None if self.top_k in (0, -1) else self.top_k
         if self.min_p is not None:
-            given["min_p"] = self.min_p or None
+            values["min_p"] = self.min_p or None
         try:
-            return published._replace(**given, logprobs=logprobs).check()
+            return published._replace(**values, logprobs=logprobs).check()
         except InputError as error:
             raise Refusal(str(error), param=str(error).partition(" ")[0]) from None
 
@@ -151,9 +151,9 @@ class DrawingBody(SamplingBody):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1024)] | None = None
     """Ids that end the text too."""
     ignore_eos: bool | None = None
-    """The model's own ids that end a text end none: it has `max_tokens` tokens, but for `stop` and `stop_token_ids`."""
+    """The model's own ids end no text: it has `max_tokens` tokens, but for `stop` and `stop_token_ids`."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """CompletionStream with a smaller one are drawn sooner, and the others wait, or begin again later (0)."""
+    """Texts of a smaller priority are drawn sooner; other texts wait, or begin again later (0)."""
     cache_salt: str | None = None
     """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
 
@@ -172,8 +172,8 @@ def drawing(body: DrawingBody) -> dict[str, Any]:
         "n": body.n or 1,
         "seed": body.seed,
         "stop": body.stops,
-        "ends": tuple(body.stop_token_ids or ()),
-        "ignores_ends": bool(body.ignore_eos),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "ignores_stop_tokens": bool(body.ignore_eos),
         "priority": body.priority or 0,
         "salt": body.cache_salt,
     }
@@ -208,11 +208,11 @@ def _refusal(error: ValidationError) -> Refusal:
     return Refusal(f"{place}: {message}" if place else message, param=place or None)
 
 
-def check_model(given: str, names: Collection[str]) -> None:
+def check_model(name: str, names: Collection[str]) -> None:
     """Raise Refusal for a model that is not served."""
-    if given not in names:
+    if name not in names:
         raise Refusal(
-            f"there is no model {given!r} here; it has {', '.join(map(repr, names))}",
+            f"there is no model {name!r} here; it has {', '.join(map(repr, names))}",
             404,
             param="model",
             code="model_not_found",

@@ -42,11 +42,11 @@ class ServedModel:
     """A model under its name, with the service that runs it.
 
     Attributes:
-      chat_template: None where it has none, and answers no messages.
-      sampling: where a request leaves it open.
-      cost: of a token, as it is counted.
+      chat_template: None where the model has no template, and answers no messages.
+      sampling: the sampling where a request leaves it open.
+      cost: the counted cost of a token.
       exact: whether a request has the same numbers to the bit whatever is served beside it (`Engine.check`).
-      keys: of the API, one of which each request must show; without any, none.
+      keys: of the API, of which each request must show one; without keys a request shows none.
       created: seconds since 1970.
     """
 
@@ -77,13 +77,14 @@ class ServedModel:
         return max(self.longest - prompt_tokens + 1, 1)
 
     def caller(self, authorization: str | None) -> Caller:
-        """Return who shows this header. Raises Refusal for none of the keys, compared in constant time."""
+        """Return the caller who sends this header. Raises Refusal for a header without one of the keys, which are
+        compared in constant time."""
         if not self.keys:
             return Caller()
         scheme, _, given = (authorization or "").partition(" ")
         digest = _digest(given.strip())
-        known = [hmac.compare_digest(digest, _digest(key)) for key in self.keys]  # all of them, whichever it is
-        if scheme.lower() != "bearer" or not any(known):
+        matches = [hmac.compare_digest(digest, _digest(key)) for key in self.keys]  # all keys, whichever matches
+        if scheme.lower() != "bearer" or not any(matches):
             raise Refusal(
                 "a key of this server is missing or wrong; send it as Authorization: Bearer KEY",
                 401,

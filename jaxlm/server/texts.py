@@ -32,7 +32,7 @@ class CompletionDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Tokens that were read and drawn; each prompt counts once, whatever `n`, and an id that ends a text does not."""
+    """Tokens that were read and drawn; each prompt counts once, whatever `n`, and an id that ends a text not at all."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -64,14 +64,14 @@ class CompletionRequest:
 
     Attributes:
       max_tokens: the most tokens to follow each prompt; None is what the context leaves, and 0 draws none.
-      n: continuations of each.
-      seed: of the random numbers of each prompt; None draws one for each.
-      ends: ids that end a text beside the tokenizer's.
-      ignores_ends: whether the tokenizer's end none.
+      n: continuations of each prompt.
+      seed: of the random numbers of each prompt; None draws a seed for each prompt.
+      stop_token_ids: ids that end a text beside the tokenizer's.
+      ignores_stop_tokens: whether the tokenizer's ids end no text.
       priority: smaller is sooner.
       salt: divides what is found in the cache beside the caller's.
-      is_answer: a text of its own, which does not continue the prompt's last word.
-      answer: the form of such a text; None: it is text alone.
+      is_answer: whether a continuation is a text of its own, which does not continue the prompt's last word.
+      answer: the form of an answer; None for text alone.
       scores: also give the log-probabilities of the prompts' tokens.
     """
 
@@ -81,8 +81,8 @@ class CompletionRequest:
     n: int = 1
     seed: int | None = None
     stop: Sequence[str] = ()
-    ends: Collection[int] = ()
-    ignores_ends: bool = False
+    stop_token_ids: Collection[int] = ()
+    ignores_stop_tokens: bool = False
     priority: int = 0
     salt: str | None = None
     is_answer: bool = False
@@ -91,9 +91,9 @@ class CompletionRequest:
 
 
 class TextDelta(NamedTuple):
-    """The text that a token adds to the continuation of an index, and why it ended. `token` is None where an id ended
-    it, which is not shown; `text` may be empty while it is held back. `thought` is what it adds to what is thought, and
-    `calls` are of functions, each whole."""
+    """The text that a token adds to the continuation of an index, and why the continuation ended. `token` is None where
+    a stop token, which is not shown, ended it; `text` may be empty while it is held back. `thought`: the text that the
+    token adds to what is thought. `calls`: calls of functions, each whole."""
 
     index: int
     text: str
@@ -104,66 +104,69 @@ class TextDelta(NamedTuple):
 
 
 class CompletionStream:
-    """The continuations of a request: `n` of its first prompt, then of the next. A context, which submits them, and
-    cancels at its end what has not ended.
+    """The continuations of a request: `n` of its first prompt, then of the next. A context, which submits the
+    continuations, and cancels at its end those that have not ended.
 
-    It may be made in any thread. Raises Refusal for what cannot be served, and `begin` what `EngineService.stream`
-    raises.
+    A stream may be made in any thread. Raises Refusal for a request that cannot be served; `begin` raises as
+    `EngineService.stream` does.
 
     Attributes:
-      prompt_scores: for each index, of the prompt's tokens after the first what their draws would have shown, once its
-        first delta is there; empty unless they are asked for.
+      prompt_scores: for each index, the prompt's tokens after the first with their log-probabilities, as draws have
+        them, once the first delta of the index is there; empty unless scores are asked for.
     """
 
-    def __init__(self, served: ServedModel, caller: Caller, asked: CompletionRequest):
-        self.served, self.asked = served, asked
-        engine, count = served.service.engine, len(asked.prompts) * asked.n
+    def __init__(self, served: ServedModel, caller: Caller, completion: CompletionRequest):
+        self.served, self.completion = served, completion
+        engine, count = served.service.engine, len(completion.prompts) * completion.n
         if count > engine.settings.max_queued:
             raise Refusal(f"{count} texts are more than the queue takes, {engine.settings.max_queued}; ask for fewer")
         try:
-            check_biases(engine.model, asked.sampling)
+            check_biases(engine.model, completion.sampling)
         except InputError as error:
             raise Refusal(str(error), param="logit_bias") from None
         limits = [
-            served.room(len(prompt)) if asked.max_tokens is None else asked.max_tokens for prompt in asked.prompts
+            served.room(len(prompt)) if completion.max_tokens is None else completion.max_tokens
+            for prompt in completion.prompts
         ]
-        for place, prompt in enumerate(asked.prompts):
-            _check(served, prompt, limits[place], "" if len(asked.prompts) == 1 else f"prompt {place}: ")
-        scores_from = 0 if asked.scores else None
+        for place, prompt in enumerate(completion.prompts):
+            _check(served, prompt, limits[place], "" if len(completion.prompts) == 1 else f"prompt {place}: ")
+        scores_from = 0 if completion.scores else None
         self._requests = [
             Request(
                 prompt,
                 max(limit, 1),
-                asked.sampling,
-                asked.stop,
+                completion.sampling,
+                completion.stop,
                 sample,
-                frozenset(asked.ends),
-                asked.ignores_ends,
+                frozenset(completion.stop_token_ids),
+                completion.ignores_stop_tokens,
                 scores_from=scores_from,
             )
-            for prompt, limit in zip(asked.prompts, limits, strict=True)
-            for sample in range(asked.n)
+            for prompt, limit in zip(completion.prompts, limits, strict=True)
+            for sample in range(completion.n)
         ]
         self._seeds = [
             seed
-            for seed in [secrets.randbits(32) if asked.seed is None else asked.seed for _ in asked.prompts]
-            for _ in range(asked.n)
+            for seed in [
+                secrets.randbits(32) if completion.seed is None else completion.seed for _ in completion.prompts
+            ]
+            for _ in range(completion.n)
         ]
         self._salt = caller.salt
-        if asked.salt is not None:
-            self._salt = hashlib.sha256(b"key" + caller.salt + b"salt" + asked.salt.encode()).digest()
-        self._texts = [_text_of(served, request, asked) for request in self._requests]
+        if completion.salt is not None:
+            self._salt = hashlib.sha256(b"key" + caller.salt + b"salt" + completion.salt.encode()).digest()
+        self._texts = [_text_of(served, request, completion) for request in self._requests]
         self._called: set[int] = set()
-        self._scored = [_PromptScores(len(request.prompt)) for request in self._requests] if asked.scores else []
+        self._scored = [_PromptScores(len(request.prompt)) for request in self._requests] if completion.scores else []
         self.prompt_scores: list[list[Token]] = [[] for _ in self._requests]
-        self._prompt_tokens = sum(map(len, asked.prompts))
+        self._prompt_tokens = sum(map(len, completion.prompts))
         self._cached_tokens = self._completion_tokens = self._reasoning_tokens = 0
         self._stream: EventStream | None = None
 
     def begin(self) -> None:
-        """Submit all, or raise why not."""
+        """Submit all requests. Raises as `EngineService.stream` does."""
         self._stream = self.served.service.stream(
-            self._requests, seeds=self._seeds, priority=self.asked.priority, salt=self._salt
+            self._requests, seeds=self._seeds, priority=self.completion.priority, salt=self._salt
         )
 
     async def __aenter__(self) -> "CompletionStream":
@@ -211,14 +214,14 @@ class CompletionStream:
             yield self._delta(index, event)
 
     def _begin(self, index: int, event: Event) -> None:
-        if index % self.asked.n == 0:
+        if index % self.completion.n == 0:
             self._cached_tokens += event.cached
         if self._scored:
-            prompt = self.asked.prompts[index // self.asked.n]
-            self.prompt_scores[index] = self._scored[index].shown(prompt, bool(self.asked.sampling.logprobs))
+            prompt = self.completion.prompts[index // self.completion.n]
+            self.prompt_scores[index] = self._scored[index].shown(prompt, bool(self.completion.sampling.logprobs))
 
     def _delta(self, index: int, event: Event) -> TextDelta:
-        if self.asked.max_tokens == 0:
+        if self.completion.max_tokens == 0:
             return TextDelta(index, "", None, "length")
         text, end, piece, token = self._texts[index], event.end, "", None
         if event.token is not None:
@@ -232,7 +235,7 @@ class CompletionStream:
             self._reasoning_tokens += text.is_inside
         if calls:
             self._called.add(index)
-        is_single = self.asked.answer is not None and not self.asked.answer.parallel
+        is_single = self.completion.answer is not None and not self.completion.answer.parallel
         if self._stream and (text.stopped or (calls and is_single)):
             self._stream.finish(index)
             end, calls = "stop", calls[:1] if is_single else calls
@@ -240,16 +243,18 @@ class CompletionStream:
         return TextDelta(index, piece, token, finish_reason, thought, calls)
 
 
-def _text_of(served: ServedModel, request: Request, asked: CompletionRequest) -> ContinuationText | AnswerText:
-    if asked.answer:
-        form, names, _, prompt_end, begun = asked.answer
+def _text_of(served: ServedModel, request: Request, completion: CompletionRequest) -> ContinuationText | AnswerText:
+    if completion.answer:
+        form, names, _, prompt_end, begun = completion.answer
         return AnswerText(served.tokenizer, request, form, names, prompt_end, begun)
-    # A request may name tokens that end it and yet be no answer.
-    return ContinuationText(served.tokenizer, request if asked.is_answer else request._replace(ends=None))
+    # A request with stop tokens may still be no answer.
+    return ContinuationText(
+        served.tokenizer, request if completion.is_answer else request._replace(stop_token_ids=None)
+    )
 
 
 class _PromptScores:
-    """The log-probabilities of a prompt's tokens, as chunks of them come, of some a second time."""
+    """The log-probabilities of a prompt's tokens, which come in chunks, some tokens a second time."""
 
     def __init__(self, tokens: int):
         self._logprob, self._best_logprob = np.zeros((2, tokens), np.float32)
@@ -262,7 +267,7 @@ class _PromptScores:
         self._best_logprob[rows] = scores.likeliest_logprob
 
     def shown(self, prompt: Sequence[int], likeliest: bool) -> list[Token]:
-        """Return each token after the first with its log-probability, and the likeliest one if asked."""
+        """Return each token after the first with its log-probability, and the likeliest one if asked for."""
         rows = zip(prompt[1:], self._logprob.tolist(), self._best.tolist(), self._best_logprob.tolist(), strict=False)
         return [Token(id, ln_p, ((best, most),) if likeliest else ()) for id, ln_p, best, most in rows]
 

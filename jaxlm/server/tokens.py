@@ -69,8 +69,8 @@ async def tokenize(served: ServedModel, caller: Caller, body: TokenizeBody) -> T
             return [served.tokenizer.controls[text]]
         return served.tokenizer.encode_prompt(text) if begins else served.tokenizer.encode(text)
 
-    found = await to_thread.run_sync(ids)
-    return {"tokens": found, "count": len(found), "max_model_len": served.longest}
+    tokens = await to_thread.run_sync(ids)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.longest}
 
 
 async def detokenize(served: ServedModel, caller: Caller, body: DetokenizeBody) -> DetokenizeAnswer:
@@ -93,7 +93,7 @@ class TokenizerInfo(TypedDict):
 def tokenizer_info(served: ServedModel) -> TokenizerInfo:
     """Return what a client may know of the tokenizer."""
     tokenizer, template = served.tokenizer, served.chat_template
-    end = next(iter(sorted(tokenizer.ends)), None) if tokenizer.separator is None else tokenizer.separator
+    end = next(iter(sorted(tokenizer.stop_token_ids)), None) if tokenizer.separator is None else tokenizer.separator
     return {
         "tokenizer_class": "tokenizers.Tokenizer",
         "bos_token": tokenizer.name_of(tokenizer.begin[0]) if tokenizer.begin else None,

@@ -42,7 +42,7 @@ def answering(model, monkeypatch):
     def answer(text, *ends):
         answers.append([*tokenizer.encode(text), *ends])
 
-    engine = WrittenEngine(following, tokenizer.ends)
+    engine = WrittenEngine(following, tokenizer.stop_token_ids)
     monkeypatch.setattr(api.LoadedModel, "engine", lambda self, tokens: engine)
     return answer, asked
 

@@ -88,8 +88,15 @@ def adapter(model):
 def make_adapter(loaded, tokenizer):
     from jaxlm.inference.harness import HarnessModel
 
-    known = tokenizer.known(loaded.config.vocab_size)
-    engine = Engine(loaded.config, loaded.parameters, loaded.mesh, FEW, known=known, ends=tokenizer.ends)
+    valid_token_mask = tokenizer.valid_token_mask(loaded.config.vocab_size)
+    engine = Engine(
+        loaded.config,
+        loaded.parameters,
+        loaded.mesh,
+        FEW,
+        valid_token_mask=valid_token_mask,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
     return HarnessModel(engine, tokenizer)
 
 

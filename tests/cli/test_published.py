@@ -79,8 +79,12 @@ def test_a_tokenizer_in_another_file_is_converted_and_given_back_as_it_was(tmp_p
     assert main(["import", str(model), str(tmp_path / "run")]) == 0
     for source in (RunSource(Run(tmp_path / "run")), PublishedSource(model)):
         tokenizer = source.text.load_tokenizer()
-        assert tokenizer.begin == (1,) and tokenizer.ends == {2, 378, 4, 10} and tokenizer.encode("<more>") == [500]
-        assert tokenizer.known(512).sum() == 426  # of 512 rows
+        assert (
+            tokenizer.begin == (1,)
+            and tokenizer.stop_token_ids == {2, 378, 4, 10}
+            and tokenizer.encode("<more>") == [500]
+        )
+        assert tokenizer.valid_token_mask(512).sum() == 426  # of 512 rows
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
     files = {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()}
     assert files.keys() == {*contents, "config.json", "model.safetensors"}
@@ -204,7 +208,7 @@ def test_a_run_begins_with_published_weights_and_gives_them_back_trained(chatty,
     assert first < 2.5 < np.log(512)  # it knows the story
     run = api.load(out)
     assert run.config == api.load(chatty).config and run.experiment.data.tokenizer == str(out / "tokenizer.json")
-    assert run.tokenizer.ends == {2, 378} and run.chat_template.ends == {1}
+    assert run.tokenizer.stop_token_ids == {2, 378} and run.chat_template.stop_token_ids == {1}
     origin = {"source": str(chatty), "kind": "published", "step": None, "revision": None}
     assert json.loads((out / "origin.json").read_text()) == origin
 

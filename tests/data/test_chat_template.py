@@ -144,4 +144,4 @@ def test_a_folder_has_its_template_in_one_of_several_files(tmp_path):
 )
 def test_the_end_of_an_answer_is_found_by_rendering_one(source, name):
     chat = template(source)
-    assert chat.ends == ({chat.tokenizer.controls[name]} if name else set())
+    assert chat.stop_token_ids == ({chat.tokenizer.controls[name]} if name else set())

@@ -165,7 +165,7 @@ def test_text_and_ids_are_those_of_transformers(tmp_path, monkeypatch, style, na
 @pytest.mark.parametrize("style", STYLES)
 def test_an_answer_ends_with_what_the_template_writes_behind_it(tmp_path, style):
     chat = published(tmp_path, style)
-    assert chat.ends == {chat.tokenizer.controls[STYLES[style][-1]]}
+    assert chat.stop_token_ids == {chat.tokenizer.controls[STYLES[style][-1]]}
 
 
 @pytest.mark.parametrize("style", STYLES)

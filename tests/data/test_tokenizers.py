@@ -351,4 +351,7 @@ def test_the_vocabulary_is_above_every_id_where_ids_have_gaps(tmp_path):
     tokenizer = changed(tmp_path, published)
     assert tokenizer.encode("a") == [1000]
     assert tokenizer.vocab_size == 1001
-    assert np.flatnonzero(tokenizer.known(1024)).tolist() == [*(i for i in range(257) if i != ord("a")), 1000]
+    assert np.flatnonzero(tokenizer.valid_token_mask(1024)).tolist() == [
+        *(i for i in range(257) if i != ord("a")),
+        1000,
+    ]

@@ -44,21 +44,21 @@ def test_a_tokenizer_that_lacks_nothing_is_used_as_it_is(folder):
 
 
 def test_any_end_of_any_file_ends_a_text(folder):
-    assert load(folder).ends == {256}  # without any, the separator
+    assert load(folder).stop_token_ids == {256}  # without any, the separator
     write(folder, config={"eos_token_id": 7})
-    assert load(folder).ends == {7}
+    assert load(folder).stop_token_ids == {7}
     write(
         folder,
         config={"eos_token_id": 7, "text_config": {"eos_token_id": [8]}},
         generation_config={"eos_token_id": [9, 10]},
     )
-    assert load(folder).ends == {7, 8, 9, 10}
+    assert load(folder).stop_token_ids == {7, 8, 9, 10}
     write(
         folder,
         tokenizer_config={"eos_token": "<|im_end|>"},
         special_tokens_map={"eos_token": described("<|endoftext|>")},
     )
-    assert load(folder).ends == {7, 8, 9, 10, 256, 258}
+    assert load(folder).stop_token_ids == {7, 8, 9, 10, 256, 258}
     write(folder, generation_config={"eos_token_id": "x"})
     with pytest.raises(InputError, match="eos_token_id = 'x' of .*generation_config.json is no id"):
         load(folder)
@@ -79,7 +79,7 @@ def test_add_bos_token_decides_where_there_is_no_post_processor(tmp_path, flag, 
     (tmp_path / "tokenizer.model").write_bytes(written.bpe_file())
     write(tmp_path, tokenizer_config={} if flag is None else {"add_bos_token": flag})
     tokenizer = load(tmp_path, 1000)
-    assert tokenizer.begin == begin and tokenizer.ends == {2}
+    assert tokenizer.begin == begin and tokenizer.stop_token_ids == {2}
     assert tokenizer.encode_prompt("")[: len(begin)] == list(begin)
 
 
@@ -93,7 +93,7 @@ def test_tokens_that_a_tokenizer_lacks_are_added_at_their_ids(folder):
     assert tokenizer.controls["<|note|>"] == 259  # those that were there have the ids that they had
     assert tokenizer.encode("a<think>plain<|tool|>")[:3] == [tokenizer.encode("a")[0], 270, 261]
     assert not {300, 260} & {*tokenizer.encode("<|tool|>[PAD]")} and tokenizer.decode([300, 270]) == "<think>"
-    assert np.flatnonzero(tokenizer.known(512)).tolist() == [*range(262), 270, 300]
+    assert np.flatnonzero(tokenizer.valid_token_mask(512)).tolist() == [*range(262), 270, 300]
     pieces = ["a", 300, "b"]
     assert tokenizer.encode_rendered(pieces) == [*tokenizer.encode("a"), 300, *tokenizer.encode("b")]
 
@@ -225,7 +225,7 @@ def test_a_sentencepiece_model_is_the_tokenizer_json_that_was_made_of_it(tmp_pat
     mine, own = load(tmp_path), load(stories)
     texts = [(stories / "expected.txt").read_text(), TEXT, "  Once\n\tupon é 😀"]
     assert mine.encode_batch(texts) == own.encode_batch(texts)
-    assert (mine.begin, mine.ends, mine.controls) == (own.begin, own.ends, own.controls)
+    assert (mine.begin, mine.stop_token_ids, mine.controls) == (own.begin, own.stop_token_ids, own.controls)
 
 
 @pytest.fixture

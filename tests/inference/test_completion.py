@@ -25,13 +25,20 @@ CONTEXT = 64
 MODEL = model_fixtures.model(vocab_size=257, context_length=CONTEXT)
 
 
-def make(slots=8, tokenizer=None, known=None, model=MODEL):
+def make(slots=8, tokenizer=None, valid_token_mask=None, model=MODEL):
     """Return a completer over an engine of its own, which draws no separator where it is not said what it draws."""
     tokenizer = tokenizer or bytes_tokenizer()
     mesh = meshes.make()
     settings = replace(SMALL, slots=slots)
-    known = np.arange(model.vocab_size) < 256 if known is None else known
-    engine = Engine(model, tree.init(model, 0, mesh), mesh, settings, known=known, ends=tokenizer.ends)
+    valid_token_mask = np.arange(model.vocab_size) < 256 if valid_token_mask is None else valid_token_mask
+    engine = Engine(
+        model,
+        tree.init(model, 0, mesh),
+        mesh,
+        settings,
+        valid_token_mask=valid_token_mask,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
     return Completer(engine, tokenizer)
 
 
@@ -64,9 +71,9 @@ def test_rows_of_the_model_without_a_token_are_never_drawn(completer):
     """The likeliest ids of the model, beyond the tokens and between them."""
     asked = [Request([256, byte], 9, Sampling(t), stream=byte) for byte, t in zip(b"abcd", (0, 0, 1, 1), strict=True)]
     likeliest = {token for one in complete(completer, asked) for token in one.token_ids}
-    known = np.ones(257, bool)
-    known[list(likeliest)] = False
-    drawn = {token for one in complete(make(known=known), asked) for token in one.token_ids}
+    valid_token_mask = np.ones(257, bool)
+    valid_token_mask[list(likeliest)] = False
+    drawn = {token for one in complete(make(valid_token_mask=valid_token_mask), asked) for token in one.token_ids}
     assert drawn and not drawn & likeliest
 
 

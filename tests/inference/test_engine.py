@@ -52,7 +52,7 @@ in_float32 = pytest.mark.parametrize(
 )
 
 
-def make(family="llama", dtype="float32", sizes=(), known=None, **settings):
+def make(family="llama", dtype="float32", sizes=(), valid_token_mask=None, **settings):
     """Return an engine on a mesh of these sizes; an id that is not known has an embedding of NaN."""
     mesh = meshes.make(*sizes)
     model = model_fixtures.model(FAMILIES[family], context_length=160)
@@ -60,9 +60,9 @@ def make(family="llama", dtype="float32", sizes=(), known=None, **settings):
     layout = PageLayout.of(nnx.merge(*tree.abstract(model, unrolled=True)).slots(), SETTINGS.page)
     each = sum(layout.page_bytes(group, jnp.dtype("float32"), mesh, ENGINE) for group in range(len(layout.groups)))
     settings = {"cache_bytes": PAGES * each, **settings}
-    if known is not None:
-        parameters["embedding"] = jnp.where(known[:, None], parameters["embedding"], jnp.nan)
-    return Engine(model, parameters, mesh, replace(SETTINGS, **settings), known=known)
+    if valid_token_mask is not None:
+        parameters["embedding"] = jnp.where(valid_token_mask[:, None], parameters["embedding"], jnp.nan)
+    return Engine(model, parameters, mesh, replace(SETTINGS, **settings), valid_token_mask=valid_token_mask)
 
 
 @pytest.fixture(scope="module", params=sampled(CASES, KEPT), ids=str)
@@ -284,8 +284,8 @@ def test_what_cannot_be_served_is_refused_when_it_is_asked():
 @pytest.mark.exhaustive
 def test_logits_that_are_not_finite_end_one_request_alone():
     """Beside others, whose pages it had before or has after them."""
-    known = np.arange(model_fixtures.VOCABULARY) != 5
-    engine = make(known=known)
+    valid_token_mask = np.arange(model_fixtures.VOCABULARY) != 5
+    engine = make(valid_token_mask=valid_token_mask)
     good = [Request([1, 2, 3], 9, Sampling(temperature=0.0)), Request([4] * 40, 9, Sampling(temperature=0.0))]
     expected = served(engine, good)
     bad = engine.submit(Request([5] * 45, 9))

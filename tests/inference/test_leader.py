@@ -24,7 +24,7 @@ def test_requests_come_through_as_they_are():
     told = [submit, EngineCommand("finish", 0), EngineCommand("cancel", 7)]
     first, *others = decode_commands(encode_commands(told))
     assert others == told[1:] and first._replace(request=None) == told[0]._replace(request=None)
-    assert first.request == request._replace(prompt=[1, 2], stop=["a", "ö"], ends=[3, 5])
+    assert first.request == request._replace(prompt=[1, 2], stop=["a", "ö"], stop_token_ids=[3, 5])
 
 
 def test_another_engine_does_the_same(monkeypatch):

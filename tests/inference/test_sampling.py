@@ -25,7 +25,7 @@ def kept(how, logits=LOGITS):
 ROWS, SIZE = 64, 64
 
 
-def rows_of(logits, how, known=None, counts=None, seed=0, streams=range(ROWS), position=0):
+def rows_of(logits, how, valid=None, counts=None, seed=0, streams=range(ROWS), position=0):
     """Return what `ROWS` rows draw by one program: from logits [n, v], options and counts of n in turn, of `SIZE` ids
     with those beyond v at −∞."""
 
@@ -34,9 +34,9 @@ def rows_of(logits, how, known=None, counts=None, seed=0, streams=range(ROWS), p
         return np.pad(values, ((0, 0), (0, SIZE - values.shape[1])), constant_values=fill)
 
     options = [how] * ROWS if isinstance(how, Sampling) else [how[row % len(how)] for row in range(ROWS)]
-    known = filled(np.ones(SIZE) if known is None else known, False, bool)[0]
+    valid = filled(np.ones(SIZE) if valid is None else valid, False, bool)[0]
     counts = filled(np.zeros((1, SIZE)) if counts is None else counts, 0, np.int32)
-    given = row_sampling(options, seed, streams), np.full(ROWS, position, np.int32), known, counts
+    given = row_sampling(options, seed, streams), np.full(ROWS, position, np.int32), valid, counts
     return jax.device_get(sample(filled(logits, -np.inf, np.float32), *given))
 
 
@@ -167,15 +167,15 @@ def test_logits_that_are_not_finite_give_no_token(how):
     tokens = drawn.token[:7]
     assert (tokens[:4] == NO_TOKEN).all() and (tokens[4:] >= 0).all()
     assert np.isnan(drawn.logprob[:4]).all() and np.isfinite(drawn.logprob[4:7]).all() == (how.logprobs is not None)
-    assert set(draw([[0.0, 1.0, nan, inf]], how, known=[np.arange(4) < 2])) <= {0, 1}
+    assert set(draw([[0.0, 1.0, nan, inf]], how, valid=[np.arange(4) < 2])) <= {0, 1}
 
 
 @pytest.mark.parametrize("how", [Sampling(0.0), Sampling(), Sampling(top_k=3), Sampling(top_p=0.9), Sampling(1e6)])
 def test_a_row_without_a_token_is_never_drawn(how):
     """Neither beyond the tokens nor between them. The likelier such rows are not among those that filters count."""
-    logits, known = [[0.0, 50.0, 0.0, 0.0, 50.0, 60.0]], [[True, False, True, True, False, False]]
+    logits, valid = [[0.0, 50.0, 0.0, 0.0, 50.0, 60.0]], [[True, False, True, True, False, False]]
     biased = how._replace(logit_bias={1: 100.0, 4: 100.0})
-    assert set(draw(logits, biased, known)) == ({0} if how.temperature == 0.0 else {0, 2, 3})
+    assert set(draw(logits, biased, valid)) == ({0} if how.temperature == 0.0 else {0, 2, 3})
 
 
 def test_a_vocabulary_without_gaps_and_counts_draws_as_ever():
@@ -316,12 +316,12 @@ def test_a_row_is_sampled_as_if_alone(size, batches):
     logits = random.normal(0.0, 2.0, (ROWS, size)).astype(np.float32)
     options, position = (MIXED * ROWS)[:ROWS], np.arange(3, 3 + ROWS, dtype=np.int32)
     counts = np.asarray(counts_of(*random.integers(0, size, (2, ROWS, 9)), size))
-    known = random.random(size) < 0.9
+    valid = random.random(size) < 0.9
 
     @jax.jit
     def both(logits, how, position, counts):
-        drawn = sampling.sample(logits, how, position, known, counts)
-        return *drawn, sampling.filtered(adjusted(logits, how, known, counts), how)
+        drawn = sampling.sample(logits, how, position, valid, counts)
+        return *drawn, sampling.filtered(adjusted(logits, how, valid, counts), how)
 
     def run(first, last):
         here = slice(first, last)
@@ -351,7 +351,7 @@ def test_seed_stream_and_position_each_draw_other_tokens():
 def test_log_probabilities_are_those_of_the_model():
     """Penalties, biases, temperature and filters change none of them, and rows that ask for none get none."""
     random = np.random.default_rng(3)
-    logits, known = random.normal(0.0, 3.0, (4, SIZE)).astype(np.float32), random.random(SIZE) < 0.5
+    logits, valid = random.normal(0.0, 3.0, (4, SIZE)).astype(np.float32), random.random(SIZE) < 0.5
     counts = counts_of(*random.integers(0, SIZE, (2, 4, 9)), SIZE)
     options = [
         Sampling(0.0, logprobs=3),
@@ -359,9 +359,9 @@ def test_log_probabilities_are_those_of_the_model():
         Sampling(0.5),
         Sampling(2.0, logprobs=0),
     ]
-    token, logprob, top, top_logprobs = rows_of(logits, options, known[None], counts)
+    token, logprob, top, top_logprobs = rows_of(logits, options, valid[None], counts)
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
-    likeliest = np.argsort(np.where(known, -exact, np.inf), axis=-1)[:, :MAX_LOGPROBS]
+    likeliest = np.argsort(np.where(valid, -exact, np.inf), axis=-1)[:, :MAX_LOGPROBS]
     for row, asked in enumerate((3, 20, None, 0)):
         assert np.isnan(logprob[row]) if asked is None else logprob[row] == pytest.approx(exact[row, token[row]])
         asked = asked or 0

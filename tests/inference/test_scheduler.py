@@ -23,12 +23,12 @@ def next_token(stream, text):
     return zlib.crc32(bytes([stream, *text])) % VOCABULARY
 
 
-def text_of(request, ends=()):
+def text_of(request, stop_token_ids=()):
     """The tokens that a request draws alone, and why it ends."""
     drawn = []
     while len(drawn) < request.max_tokens:
         token = next_token(request.stream, (*request.prompt, *drawn))
-        if token in ends:
+        if token in stop_token_ids:
             return drawn, "stop"
         drawn.append(token)
     return drawn, "length"
@@ -162,7 +162,7 @@ class SimulatedEngine:
         draws = self.draws[generation.id]
         assert all(end is None for _, end in draws[:-1])
         tokens = [token for token, _ in draws]
-        if tokens and tokens[-1] in generation.ends:
+        if tokens and tokens[-1] in generation.stop_token_ids:
             assert draws[-1][1] == "stop"
             tokens.pop()
         assert generation.tokens == [*generation.request.prompt, *tokens] and generation.drawn == len(tokens)
@@ -170,7 +170,7 @@ class SimulatedEngine:
 
     def check(self, generation):
         """Compare a text with that of the request alone; of one that was taken away, its beginning."""
-        tokens, end = text_of(generation.request, generation.ends)
+        tokens, end = text_of(generation.request, generation.stop_token_ids)
         found, why = self.text(generation)
         assert (found, why) == (tokens, end) or (why == "cancelled" and found == tokens[: len(found)])
 
@@ -264,7 +264,9 @@ def serve(engine, visits):
             prompt = visit.prompt()
             options = {"priority": visit.priority, "salt": bytes([visit.salt]), "scores_from": visit.scores_from}
             try:
-                generation = engine.submit(prompt, visit.max_tokens, ends=[END] if visit.has_end else [], **options)
+                generation = engine.submit(
+                    prompt, visit.max_tokens, stop_token_ids=[END] if visit.has_end else [], **options
+                )
                 came.append((generation, visit))
             except NeverFits:
                 assert not engine.fits(len(prompt) + visit.max_tokens - 1)
@@ -279,7 +281,10 @@ def serve(engine, visits):
     for generation, _ in came:
         assert generation.end
         if generation.id in stopped:
-            assert engine.text(generation)[0] == text_of(generation.request, generation.ends)[0][: generation.drawn]
+            assert (
+                engine.text(generation)[0]
+                == text_of(generation.request, generation.stop_token_ids)[0][: generation.drawn]
+            )
         else:
             engine.check(generation)
         assert len(engine.draws[generation.id]) == left.get(generation.id, len(engine.draws[generation.id]))
@@ -448,7 +453,7 @@ def test_tokens_are_counted_to_the_last_one():
     """An id that ends a text is none of its tokens; what the row behind it drew is dropped."""
     for ahead in (0, 1, 2):
         engine = full(60, ahead=ahead, slots=8)
-        all_streams = [engine.submit([1, 2], 7, stream=n, ends=[END]) for n in range(8)]
+        all_streams = [engine.submit([1, 2], 7, stream=n, stop_token_ids=[END]) for n in range(8)]
         all_streams += [engine.submit([1, 2], n, stream=9) for n in (1, 2, 7)]
         engine.run()
         for generation in all_streams:
@@ -459,7 +464,7 @@ def test_tokens_are_counted_to_the_last_one():
 def test_ends_of_the_request_and_of_the_tokenizer_both_end():
     engine = full(60)
     stream = next(n for n in range(100) if text_of(Request([1], 9, stream=n), (3, 4))[0] == [1, 2])
-    generation = engine.scheduler.submit(Request([1], 9, stream=stream, ends=[3]), ends=[4])
+    generation = engine.scheduler.submit(Request([1], 9, stream=stream, stop_token_ids=[3]), stop_token_ids=[4])
     engine.draws[generation.id] = []
     engine.run()
     assert engine.text(generation) == ([1, 2], "stop")

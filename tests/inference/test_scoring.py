@@ -89,18 +89,18 @@ def test_what_greedy_decoding_gives_is_greedy():
     """Also where the model's likeliest ids have no tokens: none is drawn, and what is scored keeps its probability."""
     _, model, parameters = parts()
 
-    def follows(known=None):
-        (ids,) = drawn(model, parameters, [[3, 1, 4]], 6, sampling=Sampling(0.0), known=known)
+    def follows(valid_token_mask=None):
+        (ids,) = drawn(model, parameters, [[3, 1, 4]], 6, sampling=Sampling(0.0), valid_token_mask=valid_token_mask)
         return ids
 
-    likeliest, known = follows(), np.arange(model_fixtures.VOCABULARY) < 60
-    known[likeliest[0]] = False
-    ids = follows(known)
-    assert known[ids].all() and likeliest[0] not in ids
-    other = [*ids[:-1], next(i for i in range(60) if known[i] and i != ids[-1])]
+    likeliest, valid_token_mask = follows(), np.arange(model_fixtures.VOCABULARY) < 60
+    valid_token_mask[likeliest[0]] = False
+    ids = follows(valid_token_mask)
+    assert valid_token_mask[ids].all() and likeliest[0] not in ids
+    other = [*ids[:-1], next(i for i in range(60) if valid_token_mask[i] and i != ids[-1])]
     asked = [([3, 1, 4], ids), ([3, 1, 4], other)]
-    assert [s.greedy for s in scores(asked, known=known)] == [True, False]
-    assert [s.logprob for s in scores(asked, known=known)] == [s.logprob for s in scores(asked)]
+    assert [s.greedy for s in scores(asked, valid_token_mask=valid_token_mask)] == [True, False]
+    assert [s.logprob for s in scores(asked, valid_token_mask=valid_token_mask)] == [s.logprob for s in scores(asked)]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def engine(tokenizer):
     model = model_fixtures.model(vocab_size=vocabulary, context_length=CONTEXT)
     parameters = tree.init(model, 0, meshes.make())
     # No id ends every text: so the tests know how long each is.
-    engine = Engine(model, parameters, meshes.make(), SETTINGS, known=tokenizer.known(vocabulary))
+    engine = Engine(model, parameters, meshes.make(), SETTINGS, valid_token_mask=tokenizer.valid_token_mask(vocabulary))
     engine.warm(scores=True)
     return engine
 

@@ -28,7 +28,7 @@ def answer_alone(served, messages, max_tokens, stream=0):
     """Return the text of an answer: it ends at the template's control token, and is a text of its own."""
     prompt = served.chat_template.encode(messages, reply=True)
     tokens = tokens_alone(served, prompt, max_tokens, stream=stream)
-    (end,) = served.chat_template.ends
+    (end,) = served.chat_template.stop_token_ids
     return served.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens)
 
 
@@ -89,8 +89,8 @@ def test_an_answer_ends_where_the_context_does(client, server):
 def test_the_token_behind_an_answer_ends_it(client, server):
     """The template writes it; it is none that ends a text of the tokenizer's."""
     served, _ = server
-    (end,) = served.chat_template.ends
-    assert end not in served.tokenizer.ends
+    (end,) = served.chat_template.stop_token_ids
+    assert end not in served.tokenizer.stop_token_ids
     answer = create(client, extra_body={"logit_bias": {str(end): 100}})
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.content == ""
     assert answer.usage.completion_tokens == 0

@@ -177,7 +177,7 @@ def test_the_model_s_own_ends_can_be_ignored(client, server, monkeypatch):
     served, _ = server
     tokens = tokens_alone(served, served.tokenizer.encode_prompt("Hello"), 20)
     first, second = [at for at in range(4, 20) if tokens[at] not in tokens[:at]][:2]
-    monkeypatch.setattr(served.service.engine, "_ends", frozenset([tokens[first]]))
+    monkeypatch.setattr(served.service.engine, "_stop_token_ids", frozenset([tokens[first]]))
     assert create(client).usage.completion_tokens == first
     answer = create(client, extra_body={"ignore_eos": True})
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 20)

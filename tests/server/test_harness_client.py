@@ -58,7 +58,11 @@ def test_its_figures_are_those_of_eval(engine, tokenizer, server, tmp_path, monk
 
     parameters = tree.init(engine.model, 0, meshes.make())
     other = Engine(
-        engine.model, parameters, meshes.make(), engine.settings, known=tokenizer.known(engine.model.vocab_size)
+        engine.model,
+        parameters,
+        meshes.make(),
+        engine.settings,
+        valid_token_mask=tokenizer.valid_token_mask(engine.model.vocab_size),
     )
     adapter = HarnessModel(other, tokenizer)
     here = tasks.run(adapter, tasks.load(asked, 0, engine.model.context_length), None)

@@ -48,8 +48,8 @@ def test_an_embedding_is_what_the_next_token_is_drawn_from(client, server):
     vector = np.array(client.embeddings.create(model="tiny", input="Hello").data[0].embedding)
     (token,) = tokens_alone(served, served.tokenizer.encode_prompt("Hello"), 1, Sampling(temperature=0.0))
     weights = np.asarray(tree.init(served.service.engine.model, 0, meshes.make())["unembedding"]).T
-    known = served.tokenizer.known(len(weights))
-    assert np.where(known, weights @ vector, -np.inf).argmax() == token
+    valid_token_mask = served.tokenizer.valid_token_mask(len(weights))
+    assert np.where(valid_token_mask, weights @ vector, -np.inf).argmax() == token
 
 
 def test_the_model_is_listed(client, server):

@@ -23,7 +23,7 @@ class AnswerReader(Protocol):
         ...
 
     def rest(self) -> AnswerParts:
-        """Return what was held back, of an answer that ends here."""
+        """Return the end of an answer, which was held back."""
         ...
 
 
@@ -36,7 +36,7 @@ class AnswerFormat(Protocol):
 
     @property
     def shows_tools(self) -> bool:
-        """Return whether it has calls."""
+        """Return whether the form has calls."""
         ...
 
     def reader(self, names: Collection[str], prompt_end: str) -> AnswerReader:
@@ -50,7 +50,7 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True)
 class PlainForm:
-    """Text, before which thoughts may stand between marks, and in which calls may."""
+    """Text that may hold calls, and before which thoughts may stand between marks."""
 
     calls: CallFormat | None
     thoughts: ThoughtFormat | None

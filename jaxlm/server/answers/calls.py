@@ -34,10 +34,10 @@ class CallFormat:
     Attributes:
       known_by: texts that all are in the chat templates of such models.
       start: what stands before a call; None where an answer that begins with a brace is calls as a whole.
-      end: what stands behind it; None where that is the end of the answer.
-      patterns: of what stands between, with groups `name` and `arguments`; where none is found it is JSON: an object
+      end: what stands behind a call; None where a call ends with the answer.
+      patterns: of the text between, with groups `name` and `arguments`; where none is found the text is JSON: an object
         with `name` and `arguments` (or `parameters`), a list of them, or several with semicolons between.
-      controls: control tokens that are parts of it. Those in `dropped` stand around calls and say nothing.
+      controls: control tokens that are parts of a call. Those in `dropped` stand around calls and say nothing.
       opening: what begins a call up to the name of its function, and from there to its arguments.
     """
 
@@ -51,11 +51,11 @@ class CallFormat:
 
     @property
     def marks(self) -> frozenset[str]:
-        """The control tokens and texts that are parts of it."""
+        """The control tokens and texts that are parts of the form."""
         return frozenset(mark for mark in (self.start, self.end, *self.controls, *self.dropped) if mark)
 
 
-# The first whose signs are all in a template is its own.
+# The form of a template is the first whose signs are all in the template.
 _DEEPSEEK = CallFormat(
     ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     "<｜tool▁call▁begin｜>",
@@ -111,8 +111,8 @@ def format_of(template: str) -> CallFormat | None:
 
 
 class CallReader:
-    """A reader of an answer's text, piece by piece: what is said, and calls. What is no call of a known name, or ends
-    before it is whole, is said."""
+    """A reader of an answer's text, piece by piece: what is said, and calls. What is no call of a known
+    name, or a call that breaks off, is said."""
 
     def __init__(self, form: CallFormat, names: Collection[str]):
         self._form, self._names = form, frozenset(names)
@@ -130,13 +130,15 @@ class CallReader:
         said, calls = [], []
         while True:
             if not self._in_call:
-                found = min(((at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0), default=None)
-                if found is None:
+                first_mark = min(
+                    ((at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0), default=None
+                )
+                if first_mark is None:
                     kept = len(self._held) - max((overlap(self._held, mark) for mark in self._marks), default=0)
                     said.append(self._held[:kept])
                     self._held = self._held[kept:]
                     break
-                at, mark = found
+                at, mark = first_mark
                 said.append(self._held[:at])
                 self._held, self._in_call = self._held[at + len(mark) :], mark == self._form.start
             if not self._in_call:
@@ -144,9 +146,9 @@ class CallReader:
             if self._form.end is None or (at := self._held.find(self._form.end)) < 0:
                 break
             body, self._held, self._in_call = self._held[:at], self._held[at + len(self._form.end) :], False
-            found = self._calls(body)
-            calls += found
-            if not found:
+            body_calls = self._calls(body)
+            calls += body_calls
+            if not body_calls:
                 said.append(f"{self._form.start}{body}{self._form.end}")
         return self._spoken("".join(said), bool(calls)), calls
 
@@ -159,10 +161,10 @@ class CallReader:
         return not text or text[0] == "{" or any(mark.startswith(text) for mark in self._form.dropped)
 
     def rest(self) -> tuple[str, list[CalledFunction]]:
-        """Return what was held back, of an answer that ends here."""
-        held, self._held = self._held, ""
-        calls = self._calls(held) if self._is_open or (self._in_call and self._form.end is None) else []
-        said = "" if calls else (self._form.start or "") * self._in_call + held
+        """Return the end of an answer, which was held back."""
+        rest, self._held = self._held, ""
+        calls = self._calls(rest) if self._is_open or (self._in_call and self._form.end is None) else []
+        said = "" if calls else (self._form.start or "") * self._in_call + rest
         spoken = self._spoken(said, bool(calls))
         return (spoken if self._has_called else spoken + self._blank), calls
 
@@ -177,19 +179,19 @@ class CallReader:
         return spoken
 
     def _calls(self, body: str) -> list[CalledFunction]:
-        """Return the calls that a text is; none where it is not calls of known names alone."""
-        found: list[tuple[Any, Any]] = []
+        """Return the calls that a text holds; none where the text holds anything but calls of known names."""
+        pairs: list[tuple[Any, Any]] = []
         for pattern in self._form.patterns:
             if matches := list(pattern.finditer(body)):
-                found = [(match["name"].strip(), match["arguments"]) for match in matches]
+                pairs = [(match["name"].strip(), match["arguments"]) for match in matches]
                 break
         else:
             try:
                 for value in _values(body):
-                    found += [(each["name"], each.get("arguments", each.get("parameters"))) for each in _listed(value)]
+                    pairs += [(each["name"], each.get("arguments", each.get("parameters"))) for each in _listed(value)]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return []
-        calls = [called(name, arguments) for name, arguments in found]
+        calls = [called(name, arguments) for name, arguments in pairs]
         if not all(call and call.name in self._names for call in calls):
             return []
         return [call for call in calls if call]

@@ -41,30 +41,30 @@ class HarmonyReader:
                     break
                 self._begin(self._held[:at])
                 self._held = self._held[at + len(_MESSAGE) :]
-            found = min(((at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0), default=None)
-            end = found[0] if found else len(self._held) - max(overlap(self._held, mark) for mark in _ENDS)
+            first_end = min(((at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0), default=None)
+            end = first_end[0] if first_end else len(self._held) - max(overlap(self._held, mark) for mark in _ENDS)
             text, self._held = self._held[:end], self._held[end:]
             if self._kind in ("said", "thought"):
                 (said if self._kind == "said" else thought).append(text)
             else:
                 self._body += text
-            if found is None:
+            if first_end is None:
                 break
             more, ended = self._ended()
             said.append(more)
             calls += ended
-            mark = found[1]
+            mark = first_end[1]
             self._is_header, self._held = True, self._held.removeprefix(mark if mark not in (_START, _CHANNEL) else "")
         return AnswerParts("".join(said), "".join(thought), tuple(calls))
 
     def rest(self) -> AnswerParts:
-        """Return what was held back, of an answer that ends here."""
-        held, self._held = self._held, ""
+        """Return the end of an answer, which was held back."""
+        text, self._held = self._held, ""
         if self._is_header:  # a header that breaks off, or an answer without any
-            return AnswerParts("" if self._kind else held)
+            return AnswerParts("" if self._kind else text)
         if self._kind in ("said", "thought"):
-            return AnswerParts(**{self._kind: held})
-        self._body += held
+            return AnswerParts(**{self._kind: text})
+        self._body += text
         said, calls = self._ended()
         return AnswerParts(said, calls=tuple(calls))
 
@@ -75,7 +75,7 @@ class HarmonyReader:
         self._kind = recipient[1] if recipient else "thought" if channel.startswith("analysis") else "said"
 
     def _ended(self) -> tuple[str, list[CalledFunction]]:
-        """Return the call that has ended, or as text what is none of a known name."""
+        """Return the call that has ended, or its body as text where it is no call of a known name."""
         if self._kind in ("said", "thought"):
             return "", []
         body, self._body = self._body, ""

@@ -71,14 +71,14 @@ class ReasoningParser:
         return said, thought
 
     def rest(self) -> tuple[str, str]:
-        """Return what was held back, of an answer that ends here."""
-        held, self._held = self._held, ""
-        return ("", self._blank + held) if self._state == "inside" else (held, "")
+        """Return the end of an answer, which was held back."""
+        rest, self._held = self._held, ""
+        return ("", self._blank + rest) if self._state == "inside" else (rest, "")
 
     def _thought(self, text: str) -> str:
         """Return what is thought without the breaks at its ends: those at its end are kept until something follows."""
         text = self._blank + (text.lstrip(_BREAKS) if self._is_first else text)
-        found = text.rstrip(_BREAKS)
-        self._blank = text[len(found) :]
-        self._is_first &= not found
-        return found
+        thought = text.rstrip(_BREAKS)
+        self._blank = text[len(thought) :]
+        self._is_first &= not thought
+        return thought

@@ -65,10 +65,10 @@ class AnswerText:
         return text if self.stopped else text + self._said(self._reader.rest()) + self._scanner.rest()
 
     def taken(self) -> tuple[str, tuple[CalledFunction, ...]]:
-        """Return what was thought and the calls since it was called last."""
-        found = self._thought, tuple(self._calls)
+        """Return what was thought and the calls since the last call of this method."""
+        thought, calls = self._thought, tuple(self._calls)
         self._thought, self._calls = "", []
-        return found
+        return thought, calls
 
     def _said(self, parts: AnswerParts) -> str:
         said = self._scanner.add(parts.said)
@@ -79,7 +79,7 @@ class AnswerText:
 
 
 def with_controls(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text in which names of control tokens are these tokens. It is one of ours, no user's."""
+    """Return the ids of a text in which names of control tokens are these tokens. No user may have written the text."""
     names = sorted(tokenizer.controls, key=len, reverse=True)
     cut = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     return tokenizer.encode_rendered([tokenizer.controls.get(piece, piece) for piece in cut if piece])

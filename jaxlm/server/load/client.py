@@ -55,12 +55,12 @@ class ServerClient:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise InputError(f"--url {self._url} has no model in /v1/models: {_reason(error)}") from None
 
-    async def send(self, model: str, asked: LoadRequest) -> Answered:
+    async def send(self, model: str, text: LoadRequest) -> Answered:
         """Ask for one text, as a stream, and return when its parts came."""
         body = {
             "model": model,
-            "prompt": asked.prompt,
-            "max_tokens": asked.max_tokens,
+            "prompt": text.prompt,
+            "max_tokens": text.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -71,7 +71,7 @@ class ServerClient:
             async with self._client.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
                     error = f"{answer.status_code}: {_message(await answer.aread())}"
-                    return Answered(len(asked.prompt), 0, sent, (), time.perf_counter(), error)
+                    return Answered(len(text.prompt), 0, sent, (), time.perf_counter(), error)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -82,9 +82,9 @@ class ServerClient:
                     if any(choice.get("text") for choice in event["choices"]):
                         chunks.append(time.perf_counter())
             tokens = int(usage["completion_tokens"]) if usage else len(chunks)
-            return Answered(len(asked.prompt), tokens, sent, tuple(chunks), time.perf_counter(), None)
+            return Answered(len(text.prompt), tokens, sent, tuple(chunks), time.perf_counter(), None)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            return Answered(len(asked.prompt), 0, sent, tuple(chunks), time.perf_counter(), _reason(error))
+            return Answered(len(text.prompt), 0, sent, tuple(chunks), time.perf_counter(), _reason(error))
 
 
 async def run(
@@ -95,7 +95,7 @@ async def run(
     concurrency: int | None,
     answered: Callable[[Answered], None],
 ) -> None:
-    """Send requests at times from now on, so many under way at most, and give each once it has ended."""
+    """Send requests at times from now on, at most `concurrency` at once, and pass each to `answered` at its end."""
     room = nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
     begun = time.perf_counter()
 
@@ -113,11 +113,11 @@ async def run(
 
 
 def checked(answered: Sequence[Answered]) -> list[Answered]:
-    """Return the requests that have their text. Raises RunFailed where none has."""
-    found = [each for each in answered if each.error is None]
-    if answered and not found:
+    """Return the requests that have their text. Raises RunFailed where no request has its text."""
+    complete = [each for each in answered if each.error is None]
+    if answered and not complete:
         raise RunFailed(f"all {len(answered)} requests failed: {answered[0].error}")
-    return found
+    return complete
 
 
 def _reason(error: Exception) -> str:

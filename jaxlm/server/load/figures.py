@@ -21,12 +21,12 @@ def figures(
     """Return the figures of the requests that have their text.
 
     Args:
-      failed: the number of others.
+      failed: the number of requests without a text.
       duration_s: from the first request to the end of the last.
       goodput: the most milliseconds of metrics, which a good request has: of all of its gaps for `itl`.
     """
     read, drawn = (sum(getattr(each, name) for each in answered) for name in ("prompt_tokens", "output_tokens"))
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(answered),
         "failed": failed,
@@ -41,15 +41,15 @@ def figures(
     times = [_times(each) for each in answered]
     if goodput:
         good = sum(all(max(each[name], default=0.0) <= most for name, most in goodput.items()) for each in times)
-        found["request_goodput"] = good / duration_s
+        values["request_goodput"] = good / duration_s
     for name in METRICS:
         all_ms = [ms for each in times for ms in each[name]]
-        found |= {f"{kind}_{name}_ms": value for kind, value in _statistics(all_ms).items()}
-    return found
+        values |= {f"{kind}_{name}_ms": value for kind, value in _statistics(all_ms).items()}
+    return values
 
 
 def _times(answered: Answered) -> dict[str, list[float]]:
-    """Return the milliseconds of a request by metric; of `itl` all, of others one or none."""
+    """Return the milliseconds of a request by metric; of `itl` all, of other metrics one or none."""
     to_first, to_end = (
         1e3 * (at - answered.sent) for at in (answered.chunks or (answered.ended,))[:1] + (answered.ended,)
     )

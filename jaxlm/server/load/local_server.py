@@ -15,7 +15,7 @@ _END_S = 60.0  # until a server that is told to end is killed
 @contextmanager
 def local_server(model: Path, overrides: Sequence[str], options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Serve a model over loopback, with these options of `jaxlm serve`, and yield its address and the dtype that it
-    computes in. What the server complains of goes to standard error. Raises InputError and RunFailed as it ends."""
+    computes in. The server's errors go to standard error. Raises InputError and RunFailed as it ends."""
     command = [sys.executable, "-m", "jaxlm", "serve", str(model), *overrides, *options, "--port", "0", "--json"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -46,7 +46,7 @@ class Load:
     seed: int = 0
 
     def check(self) -> "Load":
-        """Return it. Raises InputError for values without meaning."""
+        """Return the load. Raises InputError for values without meaning."""
         for name in ("requests", "input_tokens", "output_tokens", "prefixes", "concurrency"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} {value} must be 1 or more")
@@ -75,13 +75,13 @@ class Load:
         """Return what is asked for, of token ids below `vocabulary`: first the warm-up."""
         draw = np.random.default_rng([self.seed, 0])
         heads = draw.integers(0, vocabulary, (self.prefixes, self.prefix_tokens))
-        found = []
+        requests = []
         for _ in range(self.warm_up + self.requests):
             read, follow = (int(draw.integers(low, high + 1)) for low, high in map(self._bounds, self._means))
             head = heads[draw.integers(0, self.prefixes)]
             tail = draw.integers(0, vocabulary, read - len(head))
-            found.append(LoadRequest([*head.tolist(), *tail.tolist()], follow))
-        return found
+            requests.append(LoadRequest([*head.tolist(), *tail.tolist()], follow))
+        return requests
 
     def times(self) -> list[float]:
         """Return the seconds from the beginning at which the measured requests are sent, as far as `concurrency`

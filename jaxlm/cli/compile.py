@@ -100,6 +100,9 @@ def _print_step(report: "Report") -> None:
     table.add("on", f"{report.plan.target}: {work.layout}, compiled{quickly} in {seconds(report.compile_s)}")
     if work.kind == "train":
         table.add("with", work.overrides())
+    else:
+        step = report.row()["engine_step"]
+        table.add("engine", f"its largest step: {step['rows']:,} rows and {step['draws']:,} draws a shard")
     for name in ("arguments", "outputs", "temporaries"):
         table.add(f"memory, {name}", units.memory(getattr(memory, name)))
     counted = f"counted {units.memory(total)}, {total / memory.peak - 1:+.0%}"

@@ -209,7 +209,16 @@ def _step_and_chips(plan: Plan) -> dict[str, Any]:
     return {
         **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
         **{key: counted[key] for key in ("microbatches", "remat", "replicated_kv_heads")},
+        **_engine_step(plan.work),
     }
+
+
+def _engine_step(work: Workload) -> dict[str, Any]:
+    """Return the step of the engine that is compiled, on each shard of its sequences, as JSON; nothing in training."""
+    if (steps := _compiled(work).engine_steps) is None:
+        return {}
+    shape = steps.shape
+    return {"engine_step": {"rows": shape.rows, "draws": shape.decode, "page": work.page}}
 
 
 def _counted(plan: Plan) -> dict[str, Any]:

@@ -213,7 +213,8 @@ class Workload:
 
     def without_kernels_or_padding(self) -> "Workload":
         """Return the workload in plain JAX and without the engine's padding: each product with the model's sizes."""
-        return replace(self.without_kernels(), is_padded=False)
+        plain = self.without_kernels()
+        return plain if self.kind == "train" else replace(plain, is_padded=False)
 
     @property
     def tokens(self) -> int:

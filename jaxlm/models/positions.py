@@ -32,15 +32,6 @@ def sliding_window_mask(size: int, key_range: KeyRange) -> KeyRange:
     return KeyRange(jnp.maximum(key_range.start, key_range.end - size), key_range.end)
 
 
-def cache_causal_mask(positions_BT: jax.Array, length_B: jax.Array) -> KeyRange:
-    """Return the causal mask of a cache in which position p lies at index p.
-
-    Tokens from `length_B` on are padding and see nothing.
-    """
-    is_token_BT = positions_BT < length_B[:, None]
-    return KeyRange(jnp.zeros_like(positions_BT), jnp.where(is_token_BT, positions_BT + 1, 0))
-
-
 def traced_structure(block: config.BlockConfig) -> config.BlockConfig:
     """Return the block without what layers that are traced once may differ in: windows and angles are arrays."""
     same: dict[str, Any] = {}

@@ -23,10 +23,10 @@ from jaxlm.models.config import GroupedQueryAttentionConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.scan import ChunkRows, by_token, scan
 from jaxlm.models.parameters import Module, normal, param, stack
-from jaxlm.models.positions import cache_causal_mask
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.models.views import CacheView
 from jaxlm.parallel.rules import ENGINE
+from kernels_pallas.flash_attention import KeyRange
 
 LAYERS, WIDTH, LATENT = 3, 32, 6
 
@@ -110,7 +110,7 @@ def through(layers, cache, x_BTD, start, scan):
     graph, stacked = nnx.split(layers)
     B, T, _ = x_BTD.shape
     positions = jnp.broadcast_to(start + jnp.arange(T)[None], (B, T))
-    rows = RowContext(positions, cache_causal_mask(positions, jnp.full(B, start + T)), None, Dropout())
+    rows = RowContext(positions, KeyRange(jnp.zeros_like(positions), positions + 1), None, Dropout())
 
     def body(carry, layer):
         x, cache = carry

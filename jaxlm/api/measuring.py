@@ -72,14 +72,17 @@ def bench_decode(
     bytes_per_s = bytes_per_s or read_bytes_per_s()
     settings, times = model.settings, []
     model.set_engine(replace(settings, slots=rows, context=longest))
-    with progress(f"{rows} sequences of {context} tokens"):
-        run = decode_steps(model.engine(), rows, context, (blocks + 1) * steps)
-        for _ in range(blocks + 1):
-            start = time.perf_counter()
-            run(steps)
-            times.append((time.perf_counter() - start) / steps)
-    dtype, work = str(model.engine().runner.programs.dtype), model.decode_work(context + len(times) * steps // 2, rows)
-    model.set_engine(settings)
+    try:
+        with progress(f"{rows} sequences of {context} tokens"):
+            run = decode_steps(model.engine(), rows, context, (blocks + 1) * steps)
+            for _ in range(blocks + 1):
+                start = time.perf_counter()
+                run(steps)
+                times.append((time.perf_counter() - start) / steps)
+        dtype = str(model.engine().runner.programs.dtype)
+        work = model.decode_work(context + len(times) * steps // 2, rows)
+    finally:
+        model.set_engine(settings)
     read_bytes = token_cost(work, None).read_bytes // work.layout.size  # of one device
     step_s, read_s = statistics.median(times[1:]), read_bytes / bytes_per_s
     return DecodeSpeed(

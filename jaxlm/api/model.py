@@ -162,7 +162,7 @@ class LoadedModel:
         max_tokens: int | None = None,
         *,
         num_samples: int = 1,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         stop: Sequence[str] = (),
@@ -177,7 +177,8 @@ class LoadedModel:
           max_tokens: the most tokens to draw for each; by default `MAX_TOKENS`, of answers `MAX_ANSWER_TOKENS`, or what
             the context leaves.
           num_samples: continuations of each prompt.
-          temperature: 0 takes the likeliest token.
+          temperature: 0 takes the likeliest token. By default it, `top_k` and `top_p` are those of
+            generation_config.json of published weights, or 1 and every token.
           top_k: draws among the k likeliest.
           top_p: draws among the fewest that hold this much of the probability.
           stop: strings that end a text before them.
@@ -201,7 +202,7 @@ class LoadedModel:
         max_tokens: int | None = None,
         *,
         num_samples: int = 1,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         stop: Sequence[str] = (),
@@ -212,7 +213,10 @@ class LoadedModel:
         from jaxlm.inference.requests import Sampling, check_seed
 
         check_seed(seed)
-        sampling = Sampling(temperature, top_k, top_p).check()
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        given = {name: value for name, value in options.items() if value is not None}
+        Sampling(**given).check()
+        sampling = self.sampling(**given)
         return self.complete(self.requests(prompts, max_tokens, num_samples, sampling, stop), seed)
 
     def requests(

@@ -83,7 +83,7 @@ class EnginePrograms:
     def is_on_cpu(self) -> bool:
         return self.mesh.devices.flat[0].platform == "cpu"
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """The shards of sequences, each on devices of its own."""
         return _shards(self.mesh)

@@ -236,8 +236,9 @@ class Runner:
                 draws += 1
 
     def check(self) -> bool:
-        """Return whether a token's results are the same to the bit in every program and on every shard, at another row
-        each time, read as part of a prompt or by itself. Pages of a runner that is idle are overwritten."""
+        """Return whether a token's results are the same to the bit in every program and on every shard of this
+        process, at another row each time, read as part of a prompt or by itself. Pages of a runner that is idle are
+        overwritten."""
         tokens = np.random.default_rng(0).integers(0, len(self._valid_token_mask), TILE + 3)
         table = range(1, -(-len(tokens) // self.programs.layout.size) + 1)
 

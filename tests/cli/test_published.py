@@ -279,6 +279,17 @@ def test_the_command_line_goes_before_what_was_published(tmp_path, capsys):
     assert told["token_ids"] == IDS[1:4] and told["finish_reason"] == "stop"  # any of the ids that end a text ends it
 
 
+def test_a_program_samples_as_the_command_does(tmp_path):
+    shutil.copytree(PUBLISHED, tmp_path / "model")
+    published = {"do_sample": True, "temperature": 1.0, "top_k": 1, "eos_token_id": [2, 378]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(published))
+    model = api.load(tmp_path / "model", [*ON_ONE, "inference.sequences=1", "inference.context=256"])
+    (likeliest,) = model.generate([""], 9)
+    assert list(likeliest.token_ids) == IDS[1:4]
+    (drawn,) = model.generate([""], 9, temperature=9.0, top_k=512)
+    assert drawn.token_ids != likeliest.token_ids
+
+
 def broken(folder, change):
     """A copy of the published directory with a change to it."""
     shutil.copytree(PUBLISHED, folder)

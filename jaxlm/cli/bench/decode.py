@@ -37,7 +37,8 @@ def main(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name} {getattr(arguments, name)} must be 1 or more")
     out.check(arguments)
-    model = trained.load(arguments, dtype=arguments.dtype)
+    reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory")]
+    model = trained.load(arguments, reads, arguments.dtype)
     model.set_engine(replace(model.settings, exact=not arguments.fast))
     bandwidth = read_bytes_per_s()
     options = {"steps": arguments.steps, "blocks": arguments.blocks, "bytes_per_s": bandwidth, "progress": working}

@@ -57,7 +57,8 @@ def flops(work: Workload) -> Flops:
     if work.kind != "train":  # each shard of an engine pads its own rows
         shard = replace(work, batch=work.slots, layout=Layout(), engine_steps=None)
         executed = sum(op.times * op.flops for op in operations.step(shard))
-        return _flops(replace(work, layout=Layout(), engine_steps=None))._replace(executed=work.batch_shards * executed)
+        model = replace(work, layout=Layout(), engine_steps=None).without_kernels_or_padding()
+        return _flops(model)._replace(executed=work.batch_shards * executed)
     return _flops(replace(work, layout=Layout()))
 
 

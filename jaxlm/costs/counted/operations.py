@@ -111,9 +111,9 @@ def _gradients(
         backward += [_operation(device, use, each)._replace(phase="rematerialised") for each in cost.kernel.again]
         yield from _in_kernel(cost.kernel.costs.backward, backward)
         return
-    trained = [operand in device.trained for operand in use.operands[:2]]
     for op, declared in zip(products, cost.products, strict=True):
-        computed = (True, True) if declared.all_gradients else trained
+        operands = use.operands[0], use.operands[1 if declared.weight is None else declared.weight]
+        computed = [declared.all_gradients or operand in device.trained for operand in operands]
         gradients = itertools.compress(op.product.gradients(), computed)
         yield from (op._replace(phase="backward", product=product) for product in gradients)
 

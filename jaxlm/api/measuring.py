@@ -58,11 +58,14 @@ def bench_decode(
       bytes_per_s: the bandwidth of a sum over a large array; measured where it is not given.
       progress: takes what is being done, and returns a context for it.
 
-    Raises InputError where the sequences do not fit the model's context.
+    Raises InputError for sizes below 1, and where the sequences do not fit the model's context.
     """
     from jaxlm.costs.serving import token_cost
     from jaxlm.inference.measured import decode_steps, read_bytes_per_s
 
+    for name, size in {"rows": rows, "context": context, "steps": steps, "blocks": blocks}.items():
+        if size < 1:
+            raise InputError(f"{name} = {size} must be 1 or more")
     longest = context + (blocks + 1) * steps + 1
     if longest > model.config.context_length:
         raise InputError(

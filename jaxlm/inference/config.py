@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from jaxlm.core.schema import Count, InWords, Section
 from jaxlm.core.units import parse_memory
 from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.step_shapes import TILE
 
 
 def _memory(text: str) -> str:
@@ -29,7 +30,7 @@ class InferenceConfig(Section):
     """The most sequences that are under way; in a plan, those of its step."""
     context: Annotated[Count | None, InWords(default="the model's, or what the cache holds")] = EngineSettings.context
     """The most tokens of a sequence."""
-    page: Count = EngineSettings.page
+    page: Annotated[Count, Field(multiple_of=TILE)] = EngineSettings.page
     """Tokens of a page of the cache, a multiple of 32."""
     chunk_tokens: Count = EngineSettings.chunk_tokens
     """The most tokens of prompts in a step, rounded up to whole tiles of 32."""

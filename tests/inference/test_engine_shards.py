@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import meshes
 import model_fixtures
+import numpy as np
 import pytest
 from matrices import sampled
 from test_engine import FAMILIES, SETTINGS, make, requests, served
@@ -21,8 +22,9 @@ from jaxlm.lowering.matmul_flops import instruction_flops
 MESHES = [(2, 1, 2), (2, 2, 1), (4, 1, 1), (1, 2, 2), (1, 1, 2), (1, 1, 8), (2, 2, 2)]
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixed", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("sizes", sampled(MESHES, ["(2, 1, 2)"]), ids=str)
-def test_several_devices_draw_what_one_does(sizes):
+def test_several_devices_draw_what_one_does(sizes, family):
     """Also where the sequences of one shard ask for what those of another do not."""
     asked = [
         request._replace(max_tokens=8, sampling=request.sampling._replace(logprobs=logprobs, top_p=top_p))
@@ -30,9 +32,11 @@ def test_several_devices_draw_what_one_does(sizes):
             requests(5, longest=60), (2, None, None, None, None), (None, None, None, 0.9, None), strict=True
         )
     ]
-    one, several = (make("llama", sizes=each, slots=4) for each in ((), sizes))
+    one, several = (make(family, sizes=each, slots=4) for each in ((), sizes))
     for expected, found in zip(served(one, asked), served(several, asked), strict=True):
         assert [token for token, _ in found] == [token for token, _ in expected]
+        hidden = ([np.frombuffer(bits, np.float32) for _, bits in each] for each in (found, expected))
+        model_fixtures.assert_same_numbers(*hidden, 1e-5)
     assert len(several.pages) == math.prod(sizes[:2])
 
 

@@ -61,10 +61,12 @@ def in_one_line(error: Exception) -> str | None:
         return _one_line(f"{error.strerror}: {where}; {_ADVICE[error.errno]}")
     if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding() != "utf-8":
         return _one_line(f"{error.object!r} is no path in this locale, of {error.encoding}; set PYTHONUTF8=1")
-    if type(error).__name__ == "JaxRuntimeError" and _NO_ROOM.search(said := str(error).partition("\n")[0]):
+    said = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or type(error).__name__ == "JaxRuntimeError" and _NO_ROOM.search(said):
         return _one_line(
-            f"out of memory ({said[:200]}); lower training.batch or training.sequence, or use more devices or, "
-            "to train, more training.microbatches"
+            f"out of memory ({said[:200] or 'of this machine'}); use more devices, or to train lower training.batch "
+            "or training.sequence or raise training.microbatches, and otherwise lower inference.sequences, "
+            "inference.context or inference.cache_memory"
         )
     return None
 

@@ -44,5 +44,6 @@ def test_too_little_memory_says_what_to_lower():
 
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 67840000000 bytes.\nmore")
     assert "out of memory (RESOURCE_EXHAUSTED: " in in_one_line(error) and "training.batch" in in_one_line(error)
+    assert in_one_line(MemoryError("Unable to allocate 3 TiB")).startswith("out of memory (Unable to allocate 3 TiB); ")
     for other in ("INTERNAL: something", "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem"):
         assert in_one_line(jax.errors.JaxRuntimeError(other)) is None

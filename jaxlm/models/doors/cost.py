@@ -331,11 +331,11 @@ class DoorCost(NamedTuple):
 
     @property
     def weight_product(self) -> DoorProduct | None:
-        """The product with a parameter, if there is one."""
-        for each in self.products:
-            if each.weight is not None:
-                return each
-        return None
+        """The product with a parameter, if there is one. Raises ValueError for several: each is a door of its own."""
+        weighted = [each for each in self.products if each.weight is not None]
+        if len(weighted) > 1:
+            raise ValueError(f"a door has {len(weighted)} products with parameters; make each a door of its own")
+        return weighted[0] if weighted else None
 
 
 def loop(

@@ -45,9 +45,8 @@ def _operands(query_BTNH: jax.Array, view: CacheView) -> list[tuple[jax.Array, A
 def _signature(
     query_BTNH: jax.Array, view: CacheView, *, scale: float | None, soft_cap: float | None, window: int | None
 ) -> Signature:
-    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
+    options = {"soft_cap": soft_cap, "window": window, "is_causal": view.is_causal}
     attended = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], view.arrays["value"].shape[-1]), query_BTNH.dtype)
-    options["is_causal"] = view.is_causal
     # Where it is computed the kernel names it, with its log-sum-exp.
     return Signature(_operands(query_BTNH, view), [(attended, HEADS)], options, name="attention")
 
@@ -78,9 +77,9 @@ def _declare(local: Local) -> DoorCost:
 
 
 def _parts(local: Local, sizes: _Sizes) -> list[tuple[int, int]]:
-    """Return queries and keys of each sequence between which XLA computes scores, part by part: on a CPU training
-    computes attention in chunks (`kernels_pallas.flash_attention.causal_chunks`)."""
-    if local.platform == "cpu" and local.training:
+    """Return queries and keys of each sequence between which XLA computes scores, part by part: on a CPU causal
+    attention is computed in chunks (`kernels_pallas.flash_attention.causal_chunks`)."""
+    if local.platform == "cpu" and local.options["is_causal"]:
         return [(end - first, end) for first, end in causal_chunks.bounds(sizes.T)]
     return [(sizes.T, sizes.S)]
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import results
 
@@ -32,6 +32,9 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
+
+if TYPE_CHECKING:
+    from jaxlm.lowering.programs import StepPrograms
 
 ROOT = Path(__file__).parents[1]
 # Sections whose keys are told apart without them.
@@ -207,30 +210,35 @@ def _in_a_process(name: str) -> dict[str, int]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def compile(case: MemoryCase) -> Any:
-    """Compile the case's step with XLA."""
-    from jaxlm.lowering import programs, targets
+def programs_of(case: MemoryCase) -> "StepPrograms":
+    """Return the programs of the case's step."""
+    from jaxlm.lowering import targets
+    from jaxlm.lowering.programs import step_programs
     from jaxlm.parallel.mesh import make_mesh
 
     accelerators.choose()
     devices = targets.devices(Target.parse(case.on))
     mesh = make_mesh(case.layout, devices)
-    return programs.step(case.load(), case.kind, mesh).trace().lower().compile()
+    return step_programs(case.load(), case.kind, mesh)
 
 
 def compiled(case: MemoryCase) -> dict[str, int]:
     """Return the fields of `jaxlm.lowering.report.CompiledMemory` that the file records, in bytes on one device."""
-    from jaxlm.lowering.report import memory_of
+    from jaxlm.lowering.report import memory_of, memory_with_draw
 
-    held = memory_of(compile(case), Target.parse(case.on).chip)
+    programs, chip = programs_of(case), Target.parse(case.on).chip
+    held = memory_of(programs.step.compile(), chip)
+    if programs.draw is not None:
+        held = memory_with_draw(held, memory_of(programs.draw.compile(), chip), programs)
     return {name: getattr(held, name) for name in ("arguments", "outputs", "temporaries", "gaps")}
 
 
 def explain(case: MemoryCase) -> None:
-    """Print the memory at the peak: counted, and the buffers of XLA's program, grouped."""
+    """Print the memory at the peak: counted, and the buffers of XLA's program with most temporaries, grouped."""
     from jaxlm.lowering import buffers, hlo
 
-    program = hlo.parse(compile(case).as_text())
+    parsed = [hlo.parse(each.compile().as_text()) for each in programs_of(case) if each is not None]
+    program = max(parsed, key=lambda program: buffers.peak(program).bytes)
     held = buffers.peak(program)
     print(f"{case}: counted {_parts(case.counted())}; temporaries {held.bytes / 1e9:.2f} GB")
     kinds: Counter[tuple[str, str, str]] = Counter()

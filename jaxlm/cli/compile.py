@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _show(compiled: "CompiledStep", arguments: argparse.Namespace) -> None:
     row = {**compiled.report.row(), **_tried_row(compiled.tried)}
-    _keep(arguments.dump, row, {"stablehlo.mlir": compiled.stablehlo, "optimised.hlo": compiled.optimised})
+    _keep(arguments.dump, row, compiled.texts)
     if arguments.json:
         print(json.dumps(row))
         return
@@ -125,6 +125,11 @@ def _print_step(report: "Report") -> None:
         f"{seconds(kernels)} of kernels on the roofline, {seconds(sum(s for s in sent if s))} of collectives "
         f"(counted {seconds(report.plan.time.lower_bound)} to {seconds(report.plan.time.upper_bound)})",
     )
+    if (draw := report.draw) is not None:
+        sent = [report.seconds(collective) for collective in draw.collectives]
+        exchanged = f", {seconds(sum(s for s in sent if s))} of collectives" if sent else ""
+        temporaries = units.memory(draw.memory.temporaries)
+        table.add("draw", f"a program of its own: {temporaries} of temporaries{exchanged}")
     table.print()
 
 

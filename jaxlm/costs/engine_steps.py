@@ -16,12 +16,14 @@ class EngineSteps(NamedTuple):
 
     Attributes:
       times: the number of steps.
+      drawing: how many of them give a sequence its next token; the others end no prompt, and draw for padding alone.
       sections: rows that decode and tiles of prompts, with the pages that all these steps together read. In steps that
         read prompts, all rows that decode are padding, and their loop over pages has zero trips.
     """
 
     shape: StepShape
     times: int
+    drawing: int
     sections: tuple[SectionReads | UnpaddedReads, ...]
 
 
@@ -31,7 +33,7 @@ def decode_steps(shapes: StepShapes, length: int, page: int, windows: tuple[Wind
     shape = fitting(shapes.all(), shapes.slots, 0)
     token = range(length - 1, length)
     pages = tuple((window, _pages(token, page, window)) for window in windows)
-    return (EngineSteps(shape, 1, (SectionReads(shape.decode, 1, pages),)),)
+    return (EngineSteps(shape, 1, 1, (SectionReads(shape.decode, 1, pages),)),)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,10 +69,12 @@ def _prefill_step(
 ) -> EngineSteps:
     """Return the step that reads these chunks of prompts."""
     tiles = [tile for chunk in chunks for tile in _tiles(chunk)]
-    shape = fitting(shapes.all(), sum(chunk.stop == prompt for chunk in chunks), TILE * len(tiles))
+    ended = sum(chunk.stop == prompt for chunk in chunks)
+    shape = fitting(shapes.all(), ended, TILE * len(tiles))
     pages = tuple((window, max(_pages(tile, page, window) for tile in tiles)) for window in windows)
     no_pages = tuple((window, 0) for window in windows)  # every row of the decode section is padding
-    return EngineSteps(shape, 1, (SectionReads(shape.decode, 1, no_pages), SectionReads(shape.tiles, TILE, pages)))
+    sections = SectionReads(shape.decode, 1, no_pages), SectionReads(shape.tiles, TILE, pages)
+    return EngineSteps(shape, 1, int(ended > 0), sections)
 
 
 def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
@@ -79,7 +83,7 @@ def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
         a._replace(pages=tuple((window, m + n) for (window, m), (_, n) in zip(a.pages, b.pages, strict=True)))
         for a, b in zip(first.sections, second.sections, strict=True)
     )
-    return EngineSteps(first.shape, first.times + second.times, tuple(sections))
+    return EngineSteps(first.shape, first.times + second.times, first.drawing + second.drawing, tuple(sections))
 
 
 def _tiles(chunk: range) -> Iterator[range]:

@@ -22,7 +22,9 @@ from jaxlm.costs.plan import Plan, dtype_of
 from jaxlm.costs.workload import Workload
 
 _INK, _PALE = "#22313f", "#9aa5b1"
-_PARTS = dict(zip(Memory._fields, ("#4c78a8", "#72b7b2", "#54a24b", "#f2a541", "#e4572e", "#9d6ac6"), strict=True))
+_PARTS = dict(
+    zip(Memory._fields, ("#4c78a8", "#72b7b2", "#54a24b", "#f2a541", "#e4572e", "#9d6ac6", "#8c8c8c"), strict=True)
+)
 _NAMED = 10  # the maximum of labelled operations
 _LEAST_SHARE = 0.005  # the least share of a step's time of a labelled operation
 

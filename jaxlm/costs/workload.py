@@ -113,6 +113,11 @@ class Workload:
         """Return the workload with other values in its section [execution]."""
         return replace(self, execution=self.execution.model_copy(update=changes))
 
+    def without_sizes(self) -> "Workload":
+        """Return the workload of one row of one token: what follows from the parameters alone is the same for all
+        sizes."""
+        return replace(self, batch=1, sequence=1, microbatches=1)
+
     def representative(self) -> "Workload":
         """Return the workload on a mesh where one axis alone shards the batch. What a device computes depends only on
         the product of the sizes of such axes, so that all meshes of a search with one product share the result."""
@@ -253,7 +258,7 @@ class Workload:
             return (self,)
         if not self.is_padded:
             reads = UnpaddedReads(self.slots, self.queries, self.sequence)
-            return (replace(self, engine_steps=EngineSteps(StepShape(0, 0, 0), 1, (reads,))),)
+            return (replace(self, engine_steps=EngineSteps(StepShape(0, 0, 0), 1, 1, (reads,))),)
         of_kind = decode_steps if self.kind == "decode" else prefill_steps
         all_steps = of_kind(self.shapes, self.sequence, self.page, self.windows)
         return tuple(replace(self, engine_steps=steps) for steps in all_steps)
@@ -270,10 +275,11 @@ class Workload:
 
     @property
     def dispatches(self) -> int:
-        """Programs that are started one after the other: one for a step of training, or one for each engine step."""
+        """Programs that are started one after the other: one for a step of training, or two for each engine step, which
+        a draw follows."""
         if self.kind == "train":
             return 1
-        return sum(work.passes for work in self.by_step_shape())
+        return 2 * sum(work.passes for work in self.by_step_shape())
 
     @memoized
     def rows(self) -> int:

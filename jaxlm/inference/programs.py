@@ -21,8 +21,6 @@ from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.paged_cache import Arrays, PageLayout
 from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, draw, ragged_step
-from jaxlm.inference.requests import Sampling
-from jaxlm.inference.sampling import row_sampling
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
@@ -36,7 +34,6 @@ from jaxlm.parallel.partition import named_sharding, replicated, using_rules
 from jaxlm.parallel.program import MeshProgram
 from jaxlm.parallel.rules import ENGINE
 
-GREEDY = Sampling(temperature=0.0)
 _KEPT = 64  # compiled programs, of engines that are alike
 # Products alone go to the library that computes a row in one way, whatever the number of rows: its sums along rows do
 # not.
@@ -133,9 +130,7 @@ class EnginePrograms:
 
     def empty_state(self) -> SlotState:
         """Return the state of each shard's `slots` slots, and of one for draws of padding, on the host."""
-        slots = self.shards * (self.slots + 1)
-        counts_SV = np.zeros((slots, self.model.vocab_size), np.int32)
-        return SlotState(np.zeros(slots, np.int32), counts_SV, row_sampling([GREEDY] * slots, 0))
+        return SlotState.empty(self.shards * (self.slots + 1), self.model.vocab_size)
 
     def empty_batch(self, shape: StepShape, cache: CacheSize) -> Batch:
         """Return the arrays of a step whose rows are all padding, of all shards."""

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
-from jaxlm.inference.sampling import Drawn, RowSampling, count_drawn, sample
+from jaxlm.inference.requests import GREEDY
+from jaxlm.inference.sampling import Drawn, RowSampling, count_drawn, row_sampling, sample
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.doors import select
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.collectives import on_any_shard
+from jaxlm.parallel.partition import constrain
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
@@ -48,6 +50,12 @@ class SlotState(NamedTuple):
     last_S: jax.Array
     counts_SV: jax.Array
     how: RowSampling
+
+    @classmethod
+    def empty(cls, slots: int, vocab_size: int) -> "SlotState":
+        """Return the state of slots without a sequence, on the host: each takes the likeliest token."""
+        counts_SV = np.zeros((slots, vocab_size), np.int32)
+        return cls(np.zeros(slots, np.int32), counts_SV, row_sampling([GREEDY] * slots, 0))
 
 
 class StepResults(NamedTuple):
@@ -113,10 +121,13 @@ def draw(
     `position_Q`: int32, of the tokens that are drawn. A program of its own: it takes as long to compile as a step of a
     small model, and is the same for all steps.
     """
-    how, counts_QV = jax.tree.map(lambda x: x[slot_Q], (state.how, state.counts_SV))
-    drawn = sample(logits_QV, how, position_Q, valid_V, counts_QV)
+    # Whole on each device: XLA would divide the counts as the logits are, and gather them again.
+    counts_SV = constrain(state.counts_SV, "batch", None)
+    how = jax.tree.map(lambda x: x[slot_Q], state.how)
+    drawn = sample(logits_QV, how, position_Q, valid_V, lambda: counts_SV[slot_Q])
     last_S = state.last_S.at[slot_Q].set(drawn.token)
-    return state._replace(last_S=last_S, counts_SV=count_drawn(state.counts_SV, slot_Q, drawn.token)), drawn
+    counts_SV = constrain(count_drawn(counts_SV, slot_Q, drawn.token), "batch", None)
+    return SlotState(last_S, counts_SV, state.how), drawn
 
 
 def _scores(

@@ -86,6 +86,9 @@ class Sampling(NamedTuple):
                 raise InputError(f"{named('logit_bias')} {{{token}: {bias:g}}}: a bias must be from -100 to 100")
 
 
+GREEDY = Sampling(temperature=0.0)
+
+
 class Request(NamedTuple):
     """A prompt of token ids to continue, by at most `max_tokens` and up to the first of the `stop` strings.
 

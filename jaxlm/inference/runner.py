@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jaxlm.inference.cache_memory import cache_size
 from jaxlm.inference.generation import Chunk, Token
 from jaxlm.inference.pages import PageGroup
-from jaxlm.inference.programs import GREEDY, EnginePrograms, compiled_draw, compiled_gather, compiled_step
+from jaxlm.inference.programs import EnginePrograms, compiled_draw, compiled_gather, compiled_step
 from jaxlm.inference.ragged_step import Batch, StepResults
-from jaxlm.inference.requests import Sampling
+from jaxlm.inference.requests import GREEDY, Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import ShardPlan, StepPlan
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting

@@ -16,7 +16,6 @@ from jax.extend.random import threefry2x32_p
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, Sampling
-from jaxlm.parallel.collectives import on_any_shard
 from jaxlm.parallel.partition import constrain
 
 NO_TOKEN = -1  # drawn from logits that give no distribution
@@ -135,7 +134,7 @@ def sample(
     how: RowSampling,
     position_R: jax.Array,
     valid_V: jax.Array | None = None,
-    counts_RV: jax.Array | None = None,
+    counts: Callable[[], jax.Array] | None = None,
 ) -> Drawn:
     """Draw a token for each row: it depends on the row's logits, options, seed, stream, position and counts alone.
 
@@ -147,27 +146,42 @@ def sample(
       logits_RV: float32.
       position_R: int32, of the token that is drawn in its sequence.
       valid_V: bool, whether an id has a token; ids without a token have probability 0. None where all ids have one.
-      counts_RV: of the tokens before (`token_counts`); None where no row has a penalty.
+      counts: returns the counts [R, V] of the tokens before (`token_counts`), which are read where a row has a
+        penalty; None where no row has one.
     """
-    changed_RV = adjusted(logits_RV, how, valid_V, counts_RV)
+    # Logits are gathered once, so that no branch exchanges anything: shards need not take the same branches.
+    logits_RV = constrain(logits_RV, "batch", None)
+    changed_RV = adjusted(logits_RV, how, valid_V, counts)
     likeliest_R = jnp.argmax(changed_RV, axis=-1).astype(jnp.int32)
     is_drawn_R = how.temperature > 0.0
 
-    def draw() -> jax.Array:
+    def drawn() -> jax.Array:
         bits_R = _bits(how.seed, how.stream, position_R)
-        return jnp.where(is_drawn_R, pick(filtered(changed_RV, how), bits_R), likeliest_R)
+        distance_RV, mass_RV = _distance_and_mass(changed_RV, how)
+        filters = _Filters.of(how, changed_RV.shape[-1])
+        # The branches return tokens: one that returned the masses of its operand would copy them.
+        picked_R = _if_any(
+            filters.filters_R,
+            lambda: pick(filters.left(distance_RV, mass_RV), bits_R),
+            lambda: pick(mass_RV, bits_R),
+        )
+        return jnp.where(is_drawn_R, picked_R, likeliest_R)
 
-    token_R = _if_any(is_drawn_R, draw, lambda: likeliest_R)
+    token_R = _if_any(is_drawn_R, drawn, lambda: likeliest_R)
     token_R = jnp.where(jnp.isfinite(_at(changed_RV, likeliest_R)), token_R, NO_TOKEN)
     return Drawn(token_R, *_logprobs(logits_RV, token_R, how.logprobs, valid_V))
 
 
 def adjusted(
-    logits_RV: jax.Array, how: RowSampling, valid_V: jax.Array | None = None, counts_RV: jax.Array | None = None
+    logits_RV: jax.Array,
+    how: RowSampling,
+    valid_V: jax.Array | None = None,
+    counts: Callable[[], jax.Array] | None = None,
 ) -> jax.Array:
     """Return logits after penalties and biases (`Sampling`), −∞ for ids without a token; arguments as of `sample`."""
 
     def penalised() -> jax.Array:
+        counts_RV = counts()
         repetition_R1, drawn_RV = how.repetition[:, None], counts_RV >> 1
         less_RV = jnp.where(logits_RV > 0.0, logits_RV / repetition_R1, logits_RV * repetition_R1)
         once_RV = jnp.where(drawn_RV > 0, how.presence[:, None], 0.0)
@@ -179,9 +193,9 @@ def adjusted(
         return add(changed_RV, how.biased, how.bias)
 
     changed_RV = logits_RV
-    if counts_RV is not None:
-        counts = (how.repetition != 1.0) | (how.presence != 0.0) | (how.frequency != 0.0)
-        changed_RV = _if_any(counts, penalised, lambda: logits_RV)
+    if counts is not None:
+        has_penalty_R = (how.repetition != 1.0) | (how.presence != 0.0) | (how.frequency != 0.0)
+        changed_RV = _if_any(has_penalty_R, penalised, lambda: logits_RV)
     changed_RV = _if_any(how.bias != 0.0, biased, lambda: changed_RV)
     return changed_RV if valid_V is None else jnp.where(valid_V[None], changed_RV, -jnp.inf)
 
@@ -192,44 +206,80 @@ def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:
     Probabilities that are equal in float32 stay or go together. Nothing is excluded from rows of temperature 0, which
     has no softmax.
     """
-    V, is_drawn_R = logits_RV.shape[-1], how.temperature > 0.0
-    logits_RV = constrain(logits_RV, "batch", None)  # once, and not by a collective for each step of a search
+    distance_RV, mass_RV = _distance_and_mass(logits_RV, how)
+    return _Filters.of(how, logits_RV.shape[-1]).left(distance_RV, mass_RV)
+
+
+def _distance_and_mass(logits_RV: jax.Array, how: RowSampling) -> tuple[jax.Array, jax.Array]:
+    """Return ln(largest p / p) and p / largest p of softmax(logits / temperature)."""
     largest_R1 = _at(logits_RV, jnp.argmax(logits_RV, axis=-1))[:, None]
-    # ln(largest p / p). The largest logit is subtracted before it can overflow.
-    distance_RV = (largest_R1 - logits_RV) / jnp.where(is_drawn_R, how.temperature, 1.0)[:, None]
-    mass_RV = jnp.exp(-distance_RV)
-    top_k_R, tail_R = jnp.where(is_drawn_R, jnp.minimum(how.top_k, V), V), jnp.where(is_drawn_R, how.tail, 0.0)
-    farthest_R = jnp.where(is_drawn_R, how.farthest, jnp.inf)
+    # The largest logit is subtracted before it can overflow.
+    temperature_R = jnp.where(how.temperature > 0.0, how.temperature, 1.0)
+    distance_RV = (largest_R1 - logits_RV) / temperature_R[:, None]
+    return distance_RV, jnp.exp(-distance_RV)
 
-    def few_tokens() -> jax.Array:
-        nearest_RK, _ = jax.lax.top_k(-distance_RV, min(V, _FEW))
-        return -_at(nearest_RK, jnp.minimum(top_k_R, _FEW) - 1)
 
-    def many_tokens() -> jax.Array:
-        # A token stays while fewer than k are likelier, that is, while more than all but k are as likely at most.
-        return _largest(lambda at_R: jnp.sum(distance_RV >= at_R[:, None], axis=-1) > V - top_k_R, len(top_k_R))
+class _Filters(NamedTuple):
+    """The filters of each row, for a vocabulary of V tokens. A row that takes the likeliest token has none.
 
-    def likeliest() -> jax.Array:
-        found_R = _if_any((top_k_R > _FEW) & (top_k_R < V), many_tokens, few_tokens)
-        return jnp.where(distance_RV <= jnp.where(top_k_R < V, found_R, jnp.inf)[:, None], mass_RV, 0.0)
+    `top_k_R`: int32; V excludes nothing. `tail_R`, `farthest_R`: float32, as `RowSampling` has them.
+    """
 
-    def nucleus() -> jax.Array:
-        # A token goes while it and all less likely ones hold 1 − top_p at most: sums of small numbers, for which
-        # float32 is exact enough. The likeliest always stays.
-        limit_R = tail_R * _total(likeliest_RV)
-        least_R = _largest(
-            lambda at_R: _total(jnp.where(likeliest_RV <= at_R[:, None], likeliest_RV, 0.0)) <= limit_R, len(limit_R)
+    top_k_R: jax.Array
+    tail_R: jax.Array
+    farthest_R: jax.Array
+    V: int
+
+    @classmethod
+    def of(cls, how: RowSampling, V: int) -> "_Filters":
+        is_drawn_R = how.temperature > 0.0
+        return cls(
+            jnp.where(is_drawn_R, jnp.minimum(how.top_k, V), V),
+            jnp.where(is_drawn_R, how.tail, 0.0),
+            jnp.where(is_drawn_R, how.farthest, jnp.inf),
+            V,
         )
-        stays_RV = (likeliest_RV > least_R[:, None]) | (distance_RV == 0.0) | (tail_R == 0.0)[:, None]
-        return jnp.where(stays_RV, likeliest_RV, 0.0)
 
-    likeliest_RV = _if_any(top_k_R < V, likeliest, lambda: mass_RV)
-    nucleus_RV = _if_any(tail_R > 0.0, nucleus, lambda: likeliest_RV)
-    return _if_any(
-        farthest_R < jnp.inf,
-        lambda: jnp.where(distance_RV <= farthest_R[:, None], nucleus_RV, 0.0),
-        lambda: nucleus_RV,
-    )
+    @property
+    def filters_R(self) -> jax.Array:
+        """bool [R], true where a filter may exclude tokens."""
+        return (self.top_k_R < self.V) | (self.tail_R > 0.0) | (self.farthest_R < jnp.inf)
+
+    def left(self, distance_RV: jax.Array, mass_RV: jax.Array) -> jax.Array:
+        """Return the masses (p / largest p) of the tokens that are left, 0 for those that a filter excludes.
+        `distance_RV`: ln(largest p / p)."""
+        V, top_k_R, tail_R, farthest_R = self.V, self.top_k_R, self.tail_R, self.farthest_R
+
+        def few_tokens() -> jax.Array:
+            nearest_RK, _ = jax.lax.top_k(-distance_RV, min(V, _FEW))
+            return -_at(nearest_RK, jnp.minimum(top_k_R, _FEW) - 1)
+
+        def many_tokens() -> jax.Array:
+            # A token stays while fewer than k are likelier, that is, while more than all but k are as likely at most.
+            return _largest(lambda at_R: jnp.sum(distance_RV >= at_R[:, None], axis=-1) > V - top_k_R, len(top_k_R))
+
+        def likeliest() -> jax.Array:
+            kth_R = _if_any((top_k_R > _FEW) & (top_k_R < V), many_tokens, few_tokens)
+            return jnp.where(distance_RV <= jnp.where(top_k_R < V, kth_R, jnp.inf)[:, None], mass_RV, 0.0)
+
+        def nucleus() -> jax.Array:
+            # A token goes while it and all less likely ones hold 1 − top_p at most: sums of small numbers, for which
+            # float32 is exact enough. The likeliest always stays.
+            limit_R = tail_R * _total(likeliest_RV)
+            least_R = _largest(
+                lambda at_R: _total(jnp.where(likeliest_RV <= at_R[:, None], likeliest_RV, 0.0)) <= limit_R,
+                len(limit_R),
+            )
+            stays_RV = (likeliest_RV > least_R[:, None]) | (distance_RV == 0.0) | (tail_R == 0.0)[:, None]
+            return jnp.where(stays_RV, likeliest_RV, 0.0)
+
+        likeliest_RV = _if_any(top_k_R < V, likeliest, lambda: mass_RV)
+        nucleus_RV = _if_any(tail_R > 0.0, nucleus, lambda: likeliest_RV)
+        return _if_any(
+            farthest_R < jnp.inf,
+            lambda: jnp.where(distance_RV <= farthest_R[:, None], nucleus_RV, 0.0),
+            lambda: nucleus_RV,
+        )
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
@@ -285,8 +335,7 @@ def _logprobs(
     size = len(token_R), min(MAX_LOGPROBS, logits_RV.shape[-1])
 
     def some() -> tuple[jax.Array, jax.Array, jax.Array]:
-        whole_RV = constrain(logits_RV, "batch", None)
-        distance_RV = whole_RV - _at(whole_RV, jnp.argmax(whole_RV, axis=-1))[:, None]
+        distance_RV = logits_RV - _at(logits_RV, jnp.argmax(logits_RV, axis=-1))[:, None]
         ln_total_R = jnp.log(_total(jnp.exp(distance_RV)))
         drawn_R = jnp.where(count_R >= 0, _at(distance_RV, token_R) - ln_total_R, jnp.nan)
         top_RK, id_RK = jax.lax.top_k(
@@ -307,7 +356,7 @@ def _logprobs(
 
 def _if_any(is_row_R: jax.Array, compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """Return the result of `compute` where `is_row_R` is true of any row, else the result of `otherwise`."""
-    return jax.lax.cond(on_any_shard(jnp.any(is_row_R)), compute, otherwise)
+    return jax.lax.cond(jnp.any(is_row_R), compute, otherwise)
 
 
 def _bits(seed_R: jax.Array, stream_R: jax.Array, position_R: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ The program is scheduled, so its text is in execution order. The gaps that XLA's
 
 import functools
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 
 from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram
@@ -55,26 +56,25 @@ class _PeakFinder:
     def __init__(self, program: HloProgram):
         self.program = program
 
-    def peak(self, computation: HloComputation, given: list[Value]) -> Peak:
+    def peak(self, computation: HloComputation, given: list[Value], ending: Set[Buffer] | None = None) -> Peak:
         """Return the peak within one run of a computation.
 
         Parameters and results belong to the caller: a loop carries its state in place, and the program's outputs are
-        not temporaries.
+        not temporaries. `ending`, of a branch: the parameters that nothing reads later. Each of them ends with its last
+        read here, the peak's bytes are those beyond theirs, and the branch's own result is among its buffers.
         """
         values: dict[str, Value] = {}
-        inner: dict[str, Peak] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode == "parameter":
                 values[instruction.name] = given[int(instruction.literal)]
             else:
                 operands = [values[name] for name in instruction.operands]
                 values[instruction.name] = self._value(instruction, operands)
-                inner[instruction.name] = self._nested(instruction, operands)
         last = _last_reads(computation, values)
-        callers = {buffer for value in (*given, values[computation.root]) for buffer in _buffers(value)}
-        known = set(callers)
-        live: set[Buffer] = set()
-        held, best = 0, Peak()
+        result = _buffers(values[computation.root])
+        known = {buffer for value in given for buffer in _buffers(value)}.union(() if ending is not None else result)
+        live: set[Buffer] = set(ending or ()).difference(result)
+        held, best = 0, Peak(0, tuple(live))
         for at, (name, instruction) in enumerate(computation.instructions.items()):
             made = [b for b in dict.fromkeys(_buffers(values[name])) if b.bytes and b not in known]
             known.update(made)
@@ -83,10 +83,13 @@ class _PeakFinder:
             over = [next((b for b in ends if b.bytes == output.bytes), None) for output in made[:1]]
             live = (live - set(over)) | set(made)
             held += sum(b.bytes for b in made) - sum(b.bytes for b in over if b is not None)
-            nested = inner.get(name, Peak())
-            if held + nested.bytes > best.bytes:
-                best = Peak(held + nested.bytes, (*live, *nested.buffers))
-            gone = {b for b in live if last[b] <= at}
+            gone = {b for b in live if last.get(b, -1) <= at}
+            # The operands that end with a conditional end within its branches, whose results begin there.
+            within = gone.union(made) if instruction.opcode == "conditional" else set()
+            nested = self._nested(instruction, [values[name] for name in instruction.operands], gone.difference(made))
+            outside = held - sum(b.bytes for b in within.intersection(made))
+            if outside + nested.bytes > best.bytes:
+                best = Peak(outside + nested.bytes, (*(b for b in live if b not in within), *nested.buffers))
             live -= gone
             held -= sum(b.bytes for b in gone)
         return best
@@ -106,8 +109,9 @@ class _PeakFinder:
             if isinstance(operand, Buffer) and _read_elementwise(inside, parameter, elements)
         ]
 
-    def _nested(self, instruction: HloInstruction, operands: list[Value]) -> Peak:
-        """Return the peak inside the computations that an instruction runs, without its operands and results."""
+    def _nested(self, instruction: HloInstruction, operands: list[Value], ending: Set[Buffer]) -> Peak:
+        """Return the peak inside the computations that an instruction runs, without its operands and results. `ending`:
+        the operands of a conditional that nothing reads later."""
         computations = self.program.computations
         if instruction.opcode == "while":
             runs = (computations[name] for key in ("body", "condition") for name in instruction.called[key])
@@ -115,7 +119,8 @@ class _PeakFinder:
         if instruction.opcode == "conditional":
             branches = [name for names in instruction.called.values() for name in names]
             each = zip(branches, operands[1:], strict=False)
-            return max((self.peak(computations[b], [o]) for b, o in each), key=lambda p: p.bytes, default=Peak())
+            peaks = (self.peak(computations[b], [o], ending) for b, o in each)
+            return max(peaks, key=lambda p: p.bytes, default=Peak(0, tuple(ending)))
         if instruction.opcode == "call":
             return self.peak(computations[instruction.called["to_apply"][0]], operands)
         return Peak()

@@ -1,5 +1,7 @@
 """The programs that commands run, with abstract operands, for a mesh of devices that need not be present."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -17,18 +19,26 @@ from jaxlm.parallel.rules import TRAIN, Kind, Rules
 from jaxlm.training.step import TrainStep
 
 
-def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> MeshProgram:
-    """Return the step of `jaxlm train`, with its donation and shardings, or the engine's largest step of the
-    workload (`Workload.largest_step`), whose cache has the pages that the workload's sequences need.
+class StepPrograms(NamedTuple):
+    """The programs of a step: that of a step of training; or the engine's step, and the draw of tokens after it."""
+
+    step: MeshProgram
+    draw: MeshProgram | None
+
+
+def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepPrograms:
+    """Return the step of `jaxlm train`, with its donation and shardings, or the programs of the engine's largest step
+    of the workload (`Workload.largest_step`), whose cache has the pages that the workload's sequences need.
     """
     if kind == "train":
-        return _train(experiment, mesh)
+        return StepPrograms(_train(experiment, mesh), None)
     work = Workload.of(experiment, Layout(mesh.shape), kind).largest_step()
     settings = EngineSettings(slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens)
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels
-    programs = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels)
-    counts = (work.slots * most_pages(work.sequence, window, work.page) + 1 for window in programs.layout.groups)
-    return programs.step(work.engine_steps.shape, CacheSize(work.sequence, tuple(counts)))
+    engine = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels)
+    counts = (work.slots * most_pages(work.sequence, window, work.page) + 1 for window in engine.layout.groups)
+    step = engine.step(work.engine_steps.shape, CacheSize(work.sequence, tuple(counts)))
+    return StepPrograms(step, engine.draw(work.engine_steps.shape.decode))
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> MeshProgram:

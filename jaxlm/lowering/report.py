@@ -4,7 +4,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,10 +20,12 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops, programs, targets
+from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops, targets
 from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
+from jaxlm.lowering.programs import StepPrograms, step_programs
 from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.program import MeshProgram, bytes_on_device
 from jaxlm.parallel.rules import Kind
 from kernels_pallas.paged_attention.costs import loop_name
 
@@ -57,12 +59,23 @@ class HeldBuffers(NamedTuple):
     source: str
 
 
+class DrawReport(NamedTuple):
+    """The draw of tokens after a step of the engine, a program of its own. `draws`: tokens on each shard."""
+
+    draws: int
+    compile_s: float
+    memory: CompiledMemory
+    collectives: tuple[CompiledCollective, ...]
+
+
 @dataclass(frozen=True)
 class Report:
     """A step compiled for a target, and its counted plan.
 
     Attributes:
       quick: compiled at XLA's level O1, with a shorter search for a fast program.
+      memory: in inference that of the step and of the draw together: the temporaries of the one that has more.
+      draw: None in training.
       flops: FLOPs of XLA's matrix products on one device.
       kernel_flops: FLOPs that Pallas kernels declare, all operations included, on one device.
     """
@@ -78,6 +91,7 @@ class Report:
     calls: tuple[tuple[str, int], ...]
     kernels: tuple[LaunchedKernel, ...]
     chains: tuple[Chain, ...]
+    draw: DrawReport | None = None
 
     @property
     def fits(self) -> bool:
@@ -123,18 +137,8 @@ class Report:
             "held_at_peak": [held._asdict() for held in self.held_buffers],
             "flops_per_device": self.flops,
             "kernel_flops_per_device": self.kernel_flops,
-            "collectives": [
-                {
-                    "kind": c.kind,
-                    "axes": list(c.axes),
-                    "count": c.count,
-                    "bytes": c.bytes,
-                    "dtype": c.dtype,
-                    "time_s": self.seconds(c),
-                    "scope": c.scope,
-                }
-                for c in self.collectives
-            ],
+            "collectives": self._collective_rows(self.collectives),
+            **self._draw_row(),
             "kernels": [{"name": name, "count": count} for name, count in self.calls],
             "fusions": [
                 {
@@ -149,6 +153,26 @@ class Report:
             ],
             "counted": _counted(self.plan),
         }
+
+    def _draw_row(self) -> dict[str, Any]:
+        if self.draw is None:
+            return {}
+        row = {**self.draw._asdict(), "collectives": self._collective_rows(self.draw.collectives)}
+        return {"draw": {**row, "memory": self.draw.memory._asdict()}}
+
+    def _collective_rows(self, collectives: Sequence[CompiledCollective]) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": c.kind,
+                "axes": list(c.axes),
+                "count": c.count,
+                "bytes": c.bytes,
+                "dtype": c.dtype,
+                "time_s": self.seconds(c),
+                "scope": c.scope,
+            }
+            for c in collectives
+        ]
 
 
 class FitTrial(NamedTuple):
@@ -199,6 +223,7 @@ class DoesNotFit(Exception):
             "flops_per_device": None,
             "kernel_flops_per_device": None,
             **{key: [] for key in ("collectives", "kernels", "fusions", "unfused")},
+            **({} if self.plan.work.kind == "train" else {"draw": None}),
             "counted": _counted(self.plan),
         }
 
@@ -252,12 +277,11 @@ def _kernel_flops(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A report and its program: StableHLO as JAX lowered it, and HLO as XLA optimised it. `tried` are the variants of a
-    search that found it."""
+    """A report and the texts of its programs by the names of files: StableHLO as JAX lowered them, and HLO as XLA
+    optimised them. `tried` are the variants of the search that chose this one."""
 
     report: Report
-    stablehlo: str
-    optimised: str
+    texts: dict[str, str]
     tried: tuple[FitTrial, ...] | None = None
 
 
@@ -269,9 +293,57 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     Raises DoesNotFit if the compiler itself runs out of device memory (TPUs), InputError if it fails otherwise.
     """
     counted = plan(Workload.of(experiment, Layout(mesh.shape), kind), target)
+    programs = step_programs(experiment, kind, mesh)
+    arguments = sum(each.operand_bytes for each in programs if each is not None)
+    step, draw = (each and _compiled_program(each, arguments, counted, quick) for each in programs)
+    work, chip, layout = counted.work, target.chip, dict(counted.work.layout)
+    program, declared = hlo.parse(step.optimised, _trips(_compiled(work))), _declared(step.traced, counted)
+    memory, held_buffers, draw_report = memory_of(step.compiled, chip), _held_buffers(program, program), None
+    if draw is not None:
+        drawing = hlo.parse(draw.optimised)
+        exchanged = tuple(collectives.table(collectives.collectives(drawing, layout)))
+        draw_report = DrawReport(_compiled(work).draws(), draw.seconds, memory_of(draw.compiled, chip), exchanged)
+        larger = drawing if draw_report.memory.temporaries > memory.temporaries else program
+        held_buffers = _held_buffers(program, larger, drawing)
+        memory = memory_with_draw(memory, draw_report.memory, programs)
+    kernels = launched_kernels.kernels(program, declared)
+    texts = {"stablehlo.mlir": step.stablehlo, "optimised.hlo": step.optimised}
+    if draw is not None:
+        texts |= {"draw.stablehlo.mlir": draw.stablehlo, "draw.optimised.hlo": draw.optimised}
+    return CompiledStep(
+        Report(
+            plan=counted,
+            quick=quick,
+            compile_s=step.seconds,
+            memory=memory,
+            held_buffers=held_buffers,
+            flops=matmul_flops.program_flops(program),
+            kernel_flops=sum(kernel.count * kernel.declared_flops for kernel in kernels),
+            collectives=tuple(collectives.table(collectives.collectives(program, layout))),
+            calls=tuple(launched_kernels.calls(program)),
+            kernels=tuple(kernels),
+            chains=tuple(launched_kernels.chains(program, chip.intensity(work.dtype), declared)),
+            draw=draw_report,
+        ),
+        texts,
+    )
+
+
+class _CompiledProgram(NamedTuple):
+    """A compiled program, and its texts before and after XLA's passes."""
+
+    traced: jax.stages.Traced
+    compiled: jax.stages.Compiled
+    seconds: float
+    stablehlo: str
+    optimised: str
+
+
+def _compiled_program(program: MeshProgram, arguments: int, counted: Plan, quick: bool) -> _CompiledProgram:
+    """Compile a program of a counted step. `arguments`: bytes on one device of the arguments of all programs of the
+    step. Raises what `compile` raises."""
     began = time.perf_counter()
-    step = programs.step(experiment, kind, mesh)
-    traced = step.trace()
+    traced = program.trace()
     lowered = traced.lower()
     try:
         with _level("O1") if quick else contextlib.nullcontext():
@@ -279,35 +351,16 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
         if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
-            raise InputError(f"the compiler for {target} fails: {message.splitlines()[0]}") from error
+            raise InputError(f"the compiler for {counted.target} fails: {message.splitlines()[0]}") from error
         seconds = time.perf_counter() - began
-        raise DoesNotFit(
-            counted, quick, seconds, step.operand_bytes, _needed(message), lowered.as_text(), message
-        ) from None
+        raise DoesNotFit(counted, quick, seconds, arguments, _needed(message), lowered.as_text(), message) from None
     seconds = time.perf_counter() - began
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # the compiler is newer than jaxlib, which prints programs
-        raise InputError(f"this JAX cannot read the program of the compiler for {target}; {targets.INSTALL}") from error
-    program, declared, chip = hlo.parse(text, _trips(_compiled(counted.work))), _declared(traced, counted), target.chip
-    found = launched_kernels.kernels(program, declared)
-    return CompiledStep(
-        Report(
-            plan=counted,
-            quick=quick,
-            compile_s=seconds,
-            memory=memory_of(compiled, chip),
-            held_buffers=_held_buffers(program),
-            flops=matmul_flops.program_flops(program),
-            kernel_flops=sum(kernel.count * kernel.declared_flops for kernel in found),
-            collectives=tuple(collectives.table(collectives.collectives(program, dict(counted.work.layout)))),
-            calls=tuple(launched_kernels.calls(program)),
-            kernels=tuple(found),
-            chains=tuple(launched_kernels.chains(program, chip.intensity(counted.work.dtype), declared)),
-        ),
-        lowered.as_text(),
-        text,
-    )
+        why = f"this JAX cannot read the program of the compiler for {counted.target}; {targets.INSTALL}"
+        raise InputError(why) from error
+    return _CompiledProgram(traced, compiled, seconds, lowered.as_text(), text)
 
 
 @contextlib.contextmanager
@@ -347,21 +400,37 @@ def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> CompiledMemory:
     return CompiledMemory(arguments, outputs, temporaries, peak, taken - peak, chip.device_capacity())
 
 
-def _held_buffers(program: hlo.HloProgram) -> tuple[HeldBuffers, ...]:
-    """Return arguments grouped by the first part of their path, and identical temporaries; the largest first."""
+def memory_with_draw(step: CompiledMemory, draw: CompiledMemory, programs: StepPrograms) -> CompiledMemory:
+    """Return the memory of an engine's step and draw, one of which runs while the arguments and outputs of both stay.
+    The logits are an output of the step and an argument of the draw."""
+    _, logits, *_ = programs.draw.operands
+    arguments = step.arguments + draw.arguments - bytes_on_device(logits)
+    outputs = step.outputs + draw.outputs
+    larger = max(step, draw, key=lambda memory: memory.temporaries)
+    peak = arguments + outputs + larger.temporaries
+    return CompiledMemory(arguments, outputs, larger.temporaries, peak, larger.gaps, step.capacity)
+
+
+def _held_buffers(
+    program: hlo.HloProgram, larger: hlo.HloProgram, drawing: hlo.HloProgram | None = None
+) -> tuple[HeldBuffers, ...]:
+    """Return arguments grouped by the first part of their path, those of the draw's state among them, and the identical
+    temporaries of the program that has more; the largest first."""
     arguments, temporaries = Counter(), Counter()
-    for parameter in program.entry.parameters:
-        size = sum(array.bytes for array in parameter.arrays)
-        arguments[re.split(r"[\[/]", parameter.op_name)[0] or parameter.name] += size
+    for each in (program, drawing):
+        for parameter in each.entry.parameters if each is not None else ():
+            name = re.split(r"[\[/.]" if each is drawing else r"[\[/]", parameter.op_name)[0] or parameter.name
+            if each is program or name == "state":
+                arguments[name] += sum(array.bytes for array in parameter.arrays)
     sizes = {}
-    for buffer in buffers.peak(program).buffers:
+    for buffer in buffers.peak(larger).buffers:
         maker = buffer.maker
-        key = str(buffer.array), hlo.scope(maker.op_name) or maker.name, program.source(maker)
+        key = str(buffer.array), hlo.scope(maker.op_name) or maker.name, larger.source(maker)
         temporaries[key] += 1
         sizes[key] = buffer.bytes
-    found = [HeldBuffers(size, 1, "", name, "") for name, size in arguments.items()]
-    found += [HeldBuffers(count * sizes[key], count, *key) for key, count in temporaries.items()]
-    return tuple(sorted(found, key=lambda held: -held.bytes))
+    held = [HeldBuffers(size, 1, "", name, "") for name, size in arguments.items()]
+    held += [HeldBuffers(count * sizes[key], count, *key) for key, count in temporaries.items()]
+    return tuple(sorted(held, key=lambda each: -each.bytes))
 
 
 def _needed(message: str) -> int:

@@ -32,10 +32,15 @@ class MeshProgram:
     @property
     def operand_bytes(self) -> int:
         """Bytes of the operands on one device."""
+        return bytes_on_device(self.operands)
 
-        def size(x: Any) -> int:
-            sharding = getattr(x, "sharding", None)
-            shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-            return math.prod(shape) * x.dtype.itemsize
 
-        return sum(size(x) for x in jax.tree.leaves(self.operands))
+def bytes_on_device(shapes: Any) -> int:
+    """Return the bytes on one device of abstract arrays; those without a sharding are whole there."""
+
+    def size(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(size(x) for x in jax.tree.leaves(shapes))

@@ -22,7 +22,8 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import parameter_counts
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import collectives, hlo, programs, targets
+from jaxlm.lowering import collectives, hlo, targets
+from jaxlm.lowering.programs import step_programs
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.layout import AXES, Layout
 from jaxlm.training.step import TrainStep
@@ -118,7 +119,7 @@ def test_what_crosses_tensor_is_counted():
     mesh = meshes.make(1, 2, 2, devices=targets.devices(Target.parse("h200-sxm:4")))
     model, lora, rows = model_fixtures.model(vocab_size=2048), LoraConfig(rank=4), 32
     experiment = model_fixtures.experiment(model, lora=lora, dtype="bfloat16", batch=rows, kernels="xla")
-    program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
+    program = hlo.parse(step_programs(experiment, "train", mesh).step.trace().lower().compile().as_text())
     compiled, counted = Counter(), Counter()
     for sent in collectives.collectives(program, dict(mesh.shape)):
         compiled[sent.axes, sent.kind == "all-gather"] += sent.count * sent.bytes

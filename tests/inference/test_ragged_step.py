@@ -10,7 +10,7 @@ import pytest
 from matrices import sampled
 
 from jaxlm.lowering import collectives, hlo
-from jaxlm.lowering.programs import step as lowered_step
+from jaxlm.lowering.programs import step_programs
 from jaxlm.models import tree
 from kernels_pallas.paged_attention.costs import loop_name
 
@@ -54,7 +54,7 @@ def test_a_step_sends_no_weights_and_no_pages(sizes):
     model = model_fixtures.model(d_model=256, attention={"num_heads": 8}, vocab_size=512)
     experiment = model_fixtures.experiment(model, batch=8)
     mesh = meshes.make(*sizes)
-    compiled = lowered_step(experiment, "decode", mesh).compile()
+    compiled = step_programs(experiment, "decode", mesh).step.compile()
     program = hlo.parse(compiled.as_text(), {loop_name(1, None): 1})
     smallest = 4 * model.d_model * model.attention.num_heads * model.attention.head_dim // mesh.size
     sent = collectives.collectives(program, dict(mesh.shape))

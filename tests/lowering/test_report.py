@@ -16,7 +16,7 @@ from matrices import sampled
 
 from jaxlm import config
 from jaxlm.cli import main
-from jaxlm.costs.counted import memory, traffic
+from jaxlm.costs.counted import drawing, memory, traffic
 from jaxlm.costs.hardware import catalog
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
@@ -76,7 +76,9 @@ def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), q
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_flops_and_memory_agree_with_the_count_and_with_xla(small, platform, kind):
-    assert_flops_and_memory_agree(compiled(small, FOUR[platform], kind), platform, kind)
+    # XLA leaves a hole of one residual in prefill, and rounds up the many small arrays of a draw.
+    holes = {"train": 0.01, "prefill": 0.065, "decode": 0.02}[kind]
+    assert_flops_and_memory_agree(compiled(small, FOUR[platform], kind), platform, kind, holes)
 
 
 def assert_flops_and_memory_agree(found, platform, kind, holes=0.01):
@@ -86,9 +88,11 @@ def assert_flops_and_memory_agree(found, platform, kind, holes=0.01):
     # All arguments are live at the peak, and all temporaries but for holes that the allocator leaves between them.
     named = sum(held.bytes for held in found.report.held_buffers if not held.array)
     assert named == pytest.approx(memory.arguments, rel=1e-2)
-    live = buffers.peak(hlo.parse(found.optimised)).bytes
+    drawn = found.report.draw is not None and found.report.draw.memory.temporaries == memory.temporaries
+    live = buffers.peak(hlo.parse(found.texts["draw.optimised.hlo" if drawn else "optimised.hlo"])).bytes
     assert live == sum(held.bytes for held in found.report.held_buffers if held.array)
-    assert live <= 1.001 * memory.temporaries
+    # Outputs that no argument gives its memory are memory for temporaries until they are written.
+    assert live <= 1.001 * memory.temporaries + (0 if kind == "train" else memory.outputs)
     if platform == "cuda":  # a TPU has most of so small a program in VMEM, and keeps scratch in memory
         assert live >= (1 - holes) * memory.temporaries and not memory.gaps
     if kind == "train":
@@ -100,7 +104,7 @@ def test_flops_of_windowed_products_are_as_counted(small):
     """A TPU gathers and scatters matrices during their products, in loops that step by 2. Only training does: an engine
     keeps its weights whole along `fsdp`."""
     found = compiled(small, "tpu-v5e:2x4", "train", (1, 8, 1), ["training.microbatches=1", "model.num_layers=2"])
-    assert found.optimised.count("body=%wide.windowed_dot_general") >= 7
+    assert found.texts["optimised.hlo"].count("body=%wide.windowed_dot_general") >= 7
     assert found.report.flops == found.report.counted_flops
 
 
@@ -202,6 +206,24 @@ def test_collectives_are_as_counted(small, sizes, settings):
     # Devices with the same key/value heads are part of an axis; the count takes the full axis.
     seconds = sum(found.seconds(c._replace(spans_axes=True)) or 0.0 for c in found.collectives)
     assert 0.7 * seconds <= found.plan.time.collectives <= seconds
+
+
+@pytest.mark.parametrize("kind", sampled(["prefill", "decode"], ["decode"]))
+@pytest.mark.parametrize("platform", sampled(["tpu", "cuda"], ["cuda"]))
+def test_a_draw_exchanges_and_holds_what_is_counted(small, platform, kind):
+    """On all chips the logits are gathered once; a TPU sends small results in several collectives."""
+    step = compiled(small, FOUR[platform], kind, (2, 1, 2), ["model.vocab_size=32768", "model.num_layers=1"])
+    found, rows = step.report, step.report.work.draws()
+    counted = {(c.kind, c.axes): c.bytes for c in traffic.collectives(found.work) if c.of == "draws"}
+    sent = {(c.kind, c.axes): c.count * c.bytes for c in found.draw.collectives}
+    assert counted["all-gather", ("tensor",)] == 4 * rows * 32768 == sent["all-gather", ("tensor",)]
+    assert {axes for _, axes in sent} == {axes for _, axes in counted} == {("tensor",), ("data",)}
+    if platform == "cuda":
+        assert sent == counted
+    assert found.draw.memory.temporaries == pytest.approx(drawing.workspace(found.work), rel=0.1)
+    assert found.draw.draws == rows and found.memory.temporaries >= found.draw.memory.temporaries
+    assert {"draw.stablehlo.mlir", "draw.optimised.hlo"} <= step.texts.keys()
+    assert found.row()["draw"]["memory"] == found.draw.memory._asdict()
 
 
 @pytest.mark.exhaustive  # test_random_configurations.py holds the same against the jaxpr

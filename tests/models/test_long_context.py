@@ -8,8 +8,9 @@ import model_fixtures
 import pytest
 
 from jaxlm.costs.hardware.target import Target
-from jaxlm.lowering import hlo, programs, targets
+from jaxlm.lowering import hlo, targets
 from jaxlm.lowering.kernel_matrix import CHIPS
+from jaxlm.lowering.programs import step_programs
 
 CONTEXT = 8192
 
@@ -32,6 +33,6 @@ def test_no_scores_are_held(chip):
     )
     experiment = model_fixtures.experiment(model, batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
     mesh = meshes.make(1, len(devices), 1, devices=devices)
-    program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
+    program = hlo.parse(step_programs(experiment, "train", mesh).step.trace().lower().compile().as_text())
     arrays = [a for c in program.computations.values() for i in c.instructions.values() for a in i.arrays]
     assert max(a.elements for a in arrays) < CONTEXT**2 / 4

@@ -306,13 +306,14 @@ def test_it_is_counted_to_the_last_flop(remat, chunk):
 
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_it_is_planned(kind):
-    """On each device its part of the heads and their states."""
+    """On each device its part of the heads and their states, and the slots whole."""
     whole, shared = (
         plan(workload(kind, model(), 16, 32, layout=layout), Target.parse(f"h200-sxm:{layout.size}"))
         for layout in (Layout(), Layout(tensor=4))
     )
     assert whole.flops == shared.flops
-    assert whole.memory.total > 2 * shared.memory.total
+    whole_bytes, shared_bytes = (each.memory.total - each.memory.slots for each in (whole, shared))
+    assert whole_bytes > 2 * shared_bytes and whole.memory.slots == shared.memory.slots
     device = [sum(op.times * op.flops for op in operations.step(each.work)) for each in (whole, shared)]
     assert device[0] == 4 * device[1]
     if kind == "decode":  # a matrix and a tail for each head and layer of a sequence, whatever it holds, and of padding

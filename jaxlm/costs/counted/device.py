@@ -91,21 +91,23 @@ class DeviceStep:
 
     def _local_arrays(self, placed: Iterable[_PlacedArray]) -> tuple[LocalArray, ...]:
         """Return arrays on this device, for the rows of a microbatch."""
-        numbers, trained = {"batch": self.work.rows(), "draws": self.work.draws()}, self.trained
-
-        def local(value: int, shape: tuple[int, ...], rows: Any, dtype: str | None, sharded: Any) -> LocalArray:
+        numbers, trained, dtypes, arrays = self._numbers, self.trained, self._dtypes, []
+        for value, shape, rows, dtype, sharded in placed:
             if rows is not None:
                 axis, at = rows
                 shape = (*shape[:at], numbers[axis], *shape[at + 1 :])
-            return LocalArray(shape, self._dtype(dtype), sharded, value in trained)
+            arrays.append(LocalArray(shape, dtypes.get(dtype, dtype), sharded, value in trained))
+        return tuple(arrays)
 
-        return tuple(local(*each) for each in placed)
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The rows on this device, by their logical axis."""
+        return {"batch": self.work.rows(), "draws": self.work.draws()}
 
-    def _dtype(self, recorded: str | None) -> str:
-        """Return the dtype of an array of a recording."""
-        if recorded is None:
-            return self.work.dtype
-        return self.work.page_dtype if recorded == recorder.PAGES else recorded
+    @cached_property
+    def _dtypes(self) -> dict[str | None, str]:
+        """The dtypes that stand for others in a recording."""
+        return {None: self.work.dtype, recorder.PAGES: self.work.page_dtype}
 
     def _place(self, use: RecordedOp) -> tuple[tuple[_PlacedArray, ...], tuple[_PlacedArray, ...]]:
         """Return the operands and the results of a door, for any number of rows."""

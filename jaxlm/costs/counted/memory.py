@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxlm.costs.counted import layer_memory, operations
+from jaxlm.costs.counted import drawing, layer_memory, operations
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.parameters import copied
@@ -25,7 +25,8 @@ class Memory(NamedTuple):
     `fsdp`, and the float32 sums of microbatches. `optimizer`: the optimizer's state, and the average of the parameters
     if one is kept. `activations`: what layers keep for the backward pass, and the working memory of one layer.
     `logits`: float32 logits with their gradient, or the gradient alone; in inference the logits and the normalised
-    residual before the unembedding. `kv_cache`: the pages of the engine.
+    residual before the unembedding, and the copies of logits that a draw works on. `kv_cache`: the pages of the engine.
+    `slots`: the state of the engine's slots, most of it counts of each sequence's tokens.
     """
 
     parameters: int
@@ -34,6 +35,7 @@ class Memory(NamedTuple):
     activations: int
     logits: int
     kv_cache: int
+    slots: int = 0
 
     @property
     def total(self) -> int:
@@ -47,7 +49,7 @@ def memory(work: Workload) -> Memory:
     if work.kind == "train":
         phases = list(_training(device_step(work)))
     else:
-        phases = [_inference(device_step(step)) for step in work.by_step_shape()]
+        phases = [phase for step in work.by_step_shape() for phase in _inference(device_step(step))]
     return max(phases, key=lambda phase: phase.total)
 
 
@@ -127,15 +129,17 @@ def _ungathered(device: DeviceStep, use: RecordedOp) -> int:
     return device.local(relay).operands[0].bytes
 
 
-def _inference(device: DeviceStep) -> Memory:
-    """Return the memory of an engine step at its largest layer, beside all weights and pages, and with the step's
-    results: logits, and the float32 normalised residual before the unembedding."""
+def _inference(device: DeviceStep) -> Iterator[Memory]:
+    """Yield the memory of an engine step at its largest layer and of the draw after it, beside all weights, pages and
+    slots, and with the step's results: logits, and the float32 normalised residual before the unembedding."""
     work, recording = device.work, device.recording
     parameters = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
     layers = (layer_memory.forward(device, layer, False).bytes for layer in range(len(recording.layers)))
     unembedding = next(use for use in reversed(recording.uses) if device.cost(use).workspace.forward)
     results = device.cost(unembedding).workspace.forward + 4 * device.local(unembedding).operands[0].numbers
-    return Memory(parameters, 0, 0, max(layers), results, kv_cache(work))
+    slots = drawing.slots_bytes(work)
+    yield Memory(parameters, 0, 0, max(layers), results, kv_cache(work), slots)
+    yield Memory(parameters, 0, 0, 0, results + drawing.workspace(work), kv_cache(work), slots)
 
 
 def _gathered(device: DeviceStep, uses: Iterable[RecordedOp]) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.costs.counted import parameters
+from jaxlm.costs.counted import drawing, parameters
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.counted.traced import traced_work
@@ -67,8 +67,16 @@ class Operation(NamedTuple):
 def step(work: Workload) -> list[Operation]:
     """Return all operations of a step on one device; in inference those of all steps of the engine."""
     if work.kind == "train":
-        return [*_computed(work.representative()), *_optimizer(work)]
-    return [op for each in work.by_step_shape() for op in _computed(each.representative())]
+        return [*_computed(work.representative()), *_optimizer(work.without_sizes())]
+    return [op for each in work.by_step_shape() for op in (*_computed(each.representative()), *_draws(each))]
+
+
+def _draws(work: Workload) -> Iterator[Operation]:
+    """Yield the draws after the engine's steps."""
+    here, whole = drawing.logits_bytes(work)
+    least = here if here == whole else here + 2 * whole  # gathered logits are written and read
+    for times, each in drawing.draws(work):
+        yield Operation("draw", "forward", times, None, least, max(least, each.bytes), each.flops)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -228,9 +236,14 @@ def _scope(use: RecordedOp, name: str) -> str:
 _OPTIMIZER_FLOPS = 28
 
 
-def _optimizer(work: Workload) -> Iterator[Operation]:
-    """Yield the optimizer's operations: reads of gradients, parameters and state, writes of parameters and state, and
+@functools.lru_cache(maxsize=256)
+def _optimizer(work: Workload) -> tuple[Operation, ...]:
+    """Return the optimizer's operations: reads of gradients, parameters and state, writes of parameters and state, and
     products. Frozen parameters of a group have optimizer state too."""
+    return tuple(_optimizer_operations(work))
+
+
+def _optimizer_operations(work: Workload) -> Iterator[Operation]:
     stored = {path: work.stored(d.axes, d.shape) for path, d in work.trainable.items()}
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
     moved = 4 * (3 * trained + (2 * sum(stored.values()) if work.average else 0)) + 2 * optimizer_bytes(work)
@@ -249,6 +262,11 @@ def updates(work: Workload) -> dict[str, OptimizerCost]:
 
 def optimizer_bytes(work: Workload) -> int:
     """Return the bytes of the optimizer's state on one device."""
+    return _state_bytes(work.without_sizes())
+
+
+@functools.lru_cache(maxsize=256)
+def _state_bytes(work: Workload) -> int:
     declared, dimensions = _declared(work), work.trainable
     pairs = ((dimensions[path], kept) for path, each in declared.items() for kept in each.state)
     return 4 * sum(work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept)) for d, kept in pairs)

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxlm.costs.counted import drawing
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.operations import run_again, updates
 from jaxlm.costs.counted.recorder import RecordedOp
@@ -34,9 +35,19 @@ def collectives(work: Workload) -> list[Collective]:
         return [each for restricted in work.by_step_shape() for each in collectives(restricted)]
     device = device_step(work)
     placed = [*_parameters(device), *_residual(device), *_statistics(device)]
-    if work.kind == "train":
+    if work.kind != "train":
+        placed += _draws(work)
+    else:
         placed += [*_copies(device), *_adapters(device), *_sums(work), *_optimizer(work)]
     return [c for c in placed if work.layout.over(c.axes) > 1 and c.times * c.bytes]
+
+
+def _draws(work: Workload) -> Iterator[Collective]:
+    """Yield the gathering of the logits before each draw, and of what is drawn on all shards after it."""
+    over = together(work.placed(("act_vocab",), (work.model.vocab_size,)))
+    yield Collective("all-gather", over, work.passes, drawing.logits_bytes(work)[1], "draws")
+    shards = work.several(work.rules.over("batch"))
+    yield Collective("all-gather", shards, work.passes, drawing.drawn_bytes(work), "draws")
 
 
 def _parameters(device: DeviceStep) -> Iterator[Collective]:

@@ -14,7 +14,8 @@ cost of one equation. Around it:
 - A scan costs its body times its length. A `while` costs its condition and body times its iterations, which are read
   from the program if it compares a counter with a number that is a constant or follows from the NumPy arrays among the
   arguments, and otherwise given as `trips`.
-- A `cond` costs its branch with the most FLOPs, then the most bytes.
+- A `cond` costs the branch that runs, where that follows from the NumPy arrays among the arguments or from `platform`;
+  otherwise its branch with the most FLOPs, then the most bytes.
 - `shard_map` costs its body on every shard: figures are sums over the mesh. Outside it figures are those of whole
   arrays, however they are partitioned; collectives that XLA's partitioner places are not in a jaxpr.
 - A Pallas kernel costs its `cost_estimate`.
@@ -43,32 +44,37 @@ from jaxlm.costs.jaxpr.values import Values, called_jaxpr
 _AGAIN = "rematted_computation"
 
 
-def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> JaxprCost:
+def count(fn: Callable, *args: Any, trips: int | None = None, platform: str | None = None, **kwargs: Any) -> JaxprCost:
     """Count the cost of fn(*args, **kwargs).
 
     Args:
       fn: any function that `jax.jit` takes. Under `jax.sharding.use_abstract_mesh` (or `jax.set_mesh`) it may use
         meshes of absent devices.
-      args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`. The numbers of NumPy arrays are known where loops depend
-        on them.
+      args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`. The numbers of NumPy arrays are known where loops and
+        branches depend on them.
       trips: iterations of each `while` loop whose number the program does not state.
+      platform: that `jax.lax.platform_dependent` chooses for, such as "cpu".
 
     Raises ValueError for such a loop without `trips`, and for a Pallas kernel that states no cost.
     """
     named = fn.func if isinstance(fn, functools.partial) else fn
     jaxpr, name = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, getattr(named, "__name__", "total")
-    return count_jaxpr(jaxpr, trips, name, jax.tree.leaves((args, kwargs)))
+    return count_jaxpr(jaxpr, trips, name, jax.tree.leaves((args, kwargs)), platform)
 
 
 def count_jaxpr(
-    jaxpr: Jaxpr, trips: int | None = None, name: str = "total", arguments: Sequence[Any] = ()
+    jaxpr: Jaxpr,
+    trips: int | None = None,
+    name: str = "total",
+    arguments: Sequence[Any] = (),
+    platform: str | None = None,
 ) -> JaxprCost:
     """Count the cost of a jaxpr whose results are all used; its `arguments` may have NumPy arrays among them."""
     live, is_used = partial_eval.dce_jaxpr(jaxpr, True)
     given = list(arguments) or [None] * len(is_used)
     used = [x if isinstance(x, np.ndarray) else None for x, used in zip(given, is_used, strict=True) if used]
     rows = _RowSums()
-    _walk(live, _Place(trips), rows, Values(live, [lambda x=x: x for x in used]))
+    _walk(live, _Place(trips, platform), rows, Values(live, [lambda x=x: x for x in used]))
     return JaxprCost(name, rows.all())
 
 
@@ -88,6 +94,7 @@ class _Place(NamedTuple):
     """The position of an equation in the program, and how often it runs there."""
 
     trips: int | None
+    platform: str | None
     scope: tuple[str, ...] = ()
     phase: Phase = "forward"
     runs: int = 1
@@ -124,7 +131,7 @@ def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums, values: Values) -> None:
     for eqn in jaxpr.eqns:
         here, name = place.inside(eqn), eqn.primitive.name
         if name == "cond":
-            _add_dearest(eqn, here, rows, values)
+            _add_branch(eqn, here, rows, values)
             continue
         parts = None if name in primitives.KNOWN else _parts(eqn, here, values)
         if parts:
@@ -137,8 +144,11 @@ def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums, values: Values) -> None:
         rows.add(key, (here.runs, *(everywhere * n for n in (once.flops, once.bytes_in, once.bytes_out))))
 
 
-def _add_dearest(eqn: JaxprEqn, place: _Place, rows: _RowSums, values: Values) -> None:
+def _add_branch(eqn: JaxprEqn, place: _Place, rows: _RowSums, values: Values) -> None:
+    """Add the branch that runs, or the dearest one where it is not known which."""
     branches = eqn.params["branches"]
+    if (chosen := _chosen(eqn, place.platform, values)) is not None:
+        branches = (branches[chosen],)
     counted = [_RowSums() for _ in branches]
     for branch, its in zip(branches, counted, strict=True):
         _walk(_open(branch), place, its, values.inside(branch, eqn.invars[1:]))
@@ -149,6 +159,16 @@ def _add_dearest(eqn: JaxprEqn, place: _Place, rows: _RowSums, values: Values) -
 
     for key, values in max(counted, key=price).sums.items():
         rows.add(key, values)
+
+
+def _chosen(eqn: JaxprEqn, platform: str | None, values: Values) -> int | None:
+    """Return the index of the branch that runs, or None where it is not known."""
+    if (platforms := eqn.params.get("branches_platforms")) is not None:
+        if platform is None:
+            return None
+        return next(i for i, names in enumerate(platforms) if names is None or platform in names)
+    index = values(eqn.invars[0])
+    return None if index is None else int(np.clip(index, 0, len(eqn.params["branches"]) - 1))
 
 
 def _parts(eqn: JaxprEqn, place: _Place, values: Values) -> list[tuple[Any, _Place, Sequence[Any]]]:

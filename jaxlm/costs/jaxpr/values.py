@@ -1,4 +1,7 @@
-"""Values inside a jaxpr that follow from arguments whose numbers are known: bounds of loops. Asks no backend."""
+"""Values inside a jaxpr that follow from arguments whose numbers are known: bounds of loops, conditions of branches.
+
+Asks no backend.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +32,19 @@ def _sliced(x: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
     return x[tuple(map(slice, parameters["start_indices"], parameters["limit_indices"], steps))]
 
 
-# What integers pass on their way from the arguments to the bound of a loop, by the name of the primitive.
+def _rows_of(x: np.ndarray, index: np.ndarray, parameters: dict[str, Any]) -> Value:
+    """Return x[index] of an index along the first dimension; None for other gathers."""
+    numbers, sizes = parameters["dimension_numbers"], tuple(parameters["slice_sizes"])
+    takes_rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,) and sizes == (1, *x.shape[1:])
+    offsets = tuple(range(index.ndim - 1, index.ndim + x.ndim - 2))
+    rows = index[..., 0]
+    if not takes_rows or numbers.offset_dims != offsets or not ((rows >= 0) & (rows < len(x))).all():
+        return None
+    return x[rows]
+
+
+# What numbers pass on their way from the arguments to the bound of a loop or the condition of a branch, by the name of
+# the primitive.
 _RULES: dict[str, Callable[..., Value]] = {
     "add": lambda x, y, _: x + y,
     "sub": lambda x, y, _: x - y,
@@ -63,10 +78,22 @@ _RULES: dict[str, Callable[..., Value]] = {
     "reduce_max": lambda x, p: np.max(x, p["axes"]),
     "reduce_min": lambda x, p: np.min(x, p["axes"]),
     "reduce_sum": lambda x, p: np.sum(x, p["axes"], dtype=x.dtype),
+    "reduce_or": lambda x, p: np.any(x, p["axes"]),
+    "reduce_and": lambda x, p: np.all(x, p["axes"]),
+    "gather": _rows_of,
     "sharding_constraint": lambda x, _: x,
     "copy": lambda x, _: x,
     "stop_gradient": lambda x, _: x,
 }
+
+
+# Those that only move numbers: floating point numbers are known through them alone.
+_MOVES = frozenset(
+    """
+    broadcast_in_dim reshape squeeze transpose concatenate slice pad select_n gather convert_element_type copy
+    sharding_constraint stop_gradient
+    """.split()
+)
 
 
 def _axis_of(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +136,8 @@ class Values:
         if (called := called_jaxpr(eqn)) is not None:
             return self.inside(called, eqn.invars)(getattr(called, "jaxpr", called).outvars[index])
         rule = _RULES.get(eqn.primitive.name)
-        if rule is None or eqn.outvars[0].aval.dtype.kind not in "ib":
+        is_moved = eqn.primitive.name in _MOVES
+        if rule is None or not (is_moved or eqn.outvars[0].aval.dtype.kind in "ib"):
             return None
         operands = [self(atom) for atom in eqn.invars]
         return None if any(x is None for x in operands) else rule(*operands, eqn.params)

@@ -19,9 +19,12 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 from matrices import sampled
 
+from jaxlm.costs.counted.drawing import draw_work
 from jaxlm.costs.jaxpr.count import count, count_jaxpr
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.programs import EnginePrograms
+from jaxlm.inference.requests import GREEDY, Sampling
+from jaxlm.inference.sampling import row_sampling
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.lowering import hlo
@@ -295,6 +298,53 @@ def test_loops_over_data_run_as_often_as_their_arguments_say(family):
     assert count_jaxpr(jaxpr, arguments=given).matmul_flops == program_flops(program)
 
 
+def test_a_branch_that_the_arguments_choose_is_counted():
+    """A condition of numbers, also of rows that an index takes from floating point numbers; not of unknown ones."""
+
+    def chosen(which, scale, x):
+        x = jax.lax.cond(jnp.any(scale[which] > 1.0), lambda: x @ x @ x, lambda: x @ x)
+        return jax.lax.switch(which[0], [lambda: x, lambda: x @ x, lambda: x + 1.0])
+
+    x, product = jax.ShapeDtypeStruct((8, 8), jnp.float32), 2 * 8**3
+    scale = np.array([0.5, 2.0, 0.25], np.float32)
+
+    def products(which, scale=scale):
+        return count(chosen, which, scale, x).matmul_flops / product
+
+    assert [products(np.array([i, 2])) for i in range(3)] == [1, 3, 1]
+    assert products(np.array([0, 2]), jax.ShapeDtypeStruct((3,), jnp.float32)) == 2  # dearer
+    assert products(jax.ShapeDtypeStruct((2,), jnp.int32)) == 3
+    assert products(np.array([9, 0])) == 2  # an index beyond the rows: the condition is not known, the last branch is
+
+
+def test_the_branch_of_a_platform_is_counted():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def both(x):
+        return jax.lax.platform_dependent(x, cpu=lambda x: x @ x, tpu=lambda x: x @ x @ x, default=lambda x: x)
+
+    flops = [count(both, x, platform=platform).matmul_flops for platform in ("cpu", "tpu", "gpu", None)]
+    assert flops == [2 * 8**3, 4 * 8**3, 0, 4 * 8**3]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("how", [Sampling(), GREEDY, Sampling(top_p=0.9), Sampling(logprobs=5)], ids=str)
+def test_a_draw_is_counted_as_the_engine_s_program(how, platform):
+    """To the last FLOP and byte, for any number of rows; nothing is counted that no row asks for."""
+    model = model_fixtures.model(vocab_size=300)
+    programs = EnginePrograms.of(model, meshes.make(), jnp.dtype("float32"), EngineSettings(slots=7, page=32))
+    state = programs.empty_state()._replace(how=row_sampling([how] * 8, 0))
+    _, logits, _, _, valid = programs.draw(7).operands
+    ids = np.arange(7, dtype=np.int32)
+    jaxpr = programs.draw(7).trace().jaxpr.jaxpr
+    given = jax.tree.leaves((state, logits, ids, ids, valid))
+    cost = count_jaxpr(jaxpr, arguments=given, platform=platform)
+    assert draw_work(7, 300, how, platform) == (cost.flops, cost.bytes_in + cost.bytes_out)
+    assert (cost.flops == 0) == (how == GREEDY)
+    logs = "log" in {row.primitive for row in cost.rows}
+    assert cost.matmul_flops == 0 and not cost.assumed and logs == (how.logprobs is not None)
+
+
 def published(name):
     return ModelConfig(**tomllib.loads((MODELS / f"{name}.toml").read_text())["model"])
 
@@ -318,6 +368,7 @@ def test_no_backend_is_asked():
 import jax
 from model_fixtures import model, optimization, sections
 from jax.sharding import AbstractMesh, AxisType
+from jaxlm.costs.counted.drawing import draw_work
 from jaxlm.costs.jaxpr.count import count, count_jaxpr
 from jaxlm.training.step import TrainStep
 steps = TrainStep(model(), *sections(microbatches=2, batch=4096), optimization())

@@ -186,15 +186,18 @@ def step_time(work: Workload, target: Target) -> StepTime:
     bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
     passes = share * (chip.pass_bytes_per_s or chip.memory_bytes_per_s)
     compute = at_peak = least = together = apart = products = 0.0
+    peaks: dict[str, float] = {}
     for op in operations.step(work):
         dtype = dtype_of(op, work)
-        ideal, fused = op.least_flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
+        if dtype not in peaks:
+            peaks[dtype] = share * chip.peak(dtype)
+        ideal, fused = op.least_flops / peaks[dtype], op.least_bytes / bandwidth
         compute += op.times * ideal
-        at_peak += op.times * op.flops / (share * chip.peak(dtype))
         least += op.times * fused
         together += op.times * max(ideal, fused)
         apart += op.times * (op.most_bytes / (bandwidth if op.product else passes) + op.elementwise / elementwise)
         if op.product:
+            at_peak += op.times * op.flops / peaks[dtype]
             batch, *sizes = op.product
             rate = share * chip.product_rate(dtype, min(sizes), batch)
             products += op.times * _in_tiles(op.product, chip) / rate

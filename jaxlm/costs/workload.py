@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -87,6 +87,14 @@ class Workload:
     chunk_tokens: int = EngineSettings.chunk_tokens
     engine_steps: EngineSteps | None = None
     is_padded: bool = True
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of all fields, computed once: counting looks up many results by the workload."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":

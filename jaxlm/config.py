@@ -238,6 +238,12 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             f"{SIZE_KEYS[kind or 'train'][1]} = {sequence} is longer than model.context_length = "
             f"{model.context_length}; lower it"
         )
+    context = experiment.inference.context
+    if kind in ("prefill", "decode") and context is not None and sequence > context:
+        raise InputError(
+            f"{SIZE_KEYS[kind][1]} = {sequence} is longer than inference.context = {context}; lower it, or raise the "
+            "context"
+        )
     if kind == "train" and training.batch % training.microbatches:
         raise InputError(
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
@@ -382,7 +388,9 @@ def _fill(values: dict[str, Any]) -> set[str]:
         for _, key in SIZE_KEYS.values():
             section, _, name = key.partition(".")
             if isinstance(values[section], dict) and name not in values[section]:
-                values[section][name] = min(length, DEFAULT_SEQUENCE) if isinstance(length, int) else length
+                longest = length, values[section].get("context")  # of the model; of the engine, in [inference]
+                limits = [limit for limit in longest if isinstance(limit, int)]
+                values[section][name] = min(*limits, DEFAULT_SEQUENCE) if limits else length
                 filled.add(key)
     if isinstance(training, dict) and isinstance(optimizer, dict):
         schedule = optimizer.setdefault("schedule", {})

@@ -122,8 +122,10 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
 def _engine(engine: dict[str, Any]) -> str:
     """Describe the steps that an engine runs for a workload, on each shard of its sequences."""
     steps = (f"{of['times']:,} step{'s' * (of['times'] > 1)} of {of['rows']:,} rows" for of in engine["steps"])
+    sequences = engine["sequences_per_shard"]
     return (
-        f"{', '.join(steps)}; {engine['sequences_per_shard']:,} sequences a shard in pages of {engine['page']} tokens"
+        f"{', '.join(steps)}, each with a draw; {sequences:,} sequence{'s' * (sequences > 1)} a shard in pages of "
+        f"{engine['page']} tokens"
     )
 
 

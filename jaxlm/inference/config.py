@@ -17,7 +17,7 @@ def _memory(text: str) -> str:
 
 
 Memory = Annotated[str, AfterValidator(_memory)]
-_SIZE = InWords(default="model.context_length, at most 8192")
+_SIZE = InWords(default="inference.context or model.context_length, at most 8192")
 
 
 class InferenceConfig(Section):

@@ -240,6 +240,10 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
             ["--on", "h200-sxm", "--workload", "decode", "inference.length=200000"],
             "inference.length = 200000 is longer",
         ),
+        (
+            ["--on", "h200-sxm", "--workload", "decode", "inference.length=4096", "inference.context=2048"],
+            "inference.length = 4096 is longer than inference.context = 2048",
+        ),
         (["--on", "h200-sxm", "training.remat=full"], "training.remat is now execution.remat"),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=4,fsdp=8"], "--mesh 'fsdp=4,fsdp=8' gives fsdp twice"),
         (["--on", "h200-sxm:8", "--mesh", "auto", "mesh.tensor=2"], "--mesh auto sets the whole mesh; leave out mesh."),
@@ -262,6 +266,13 @@ def test_bad_input_is_one_line(capsys, arguments, said):
     assert main(["plan", str(MODELS / "llama3.1-8b.toml"), *arguments]) == 2
     out, errors = capsys.readouterr()
     assert out == "" and errors.count("\n") == 1 and said in errors
+
+
+def test_a_plan_is_as_long_as_the_engine_s_context(capsys):
+    short = ["--on", "h200-sxm", "inference.context=2048", "--json"]
+    for workload in ("prefill", "decode"):
+        assert main(["plan", str(MODELS / "llama3.1-8b.toml"), "--workload", workload, *short]) == 0
+        assert json.loads(capsys.readouterr().out)["sequence"] == 2048
 
 
 def test_a_run_folder_is_a_configuration_too(tmp_path, capsys):

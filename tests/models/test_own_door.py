@@ -22,13 +22,14 @@ from jaxlm.lowering import report, targets
 from jaxlm.models import config as models
 from jaxlm.models import feed_forward
 from jaxlm.models.doors import linear
-from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Product, Saved
-from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, LocalArray, Product, Saved
+from jaxlm.models.doors.door import DOORS, Signature, door
 from jaxlm.models.logical_axes import HEADS
 from jaxlm.models.parameters import Module, axes_of, normal, param
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.parallel.layout import Layout
 from jaxlm.training.step import TrainStep
+from kernels_pallas import flash_attention
 
 
 def _signature(x_BTNH, matrix) -> Signature:
@@ -161,3 +162,21 @@ def test_it_is_compiled_as_it_is_counted(tmp_path):
     target = Target.parse("h200-sxm:2")
     compiled = report.compile(experiment, "train", target, meshes.make(1, 1, 2, devices=targets.devices(target)), False)
     assert compiled.report.flops == compiled.report.counted_flops
+
+
+@pytest.mark.parametrize("platform, kernels", [("gpu", False), ("cpu", False), ("gpu", True)])
+@pytest.mark.parametrize("value_dim", [16, 64])
+def test_attention_is_counted_with_values_of_their_own_width(platform, kernels, value_dim):
+    """A mixer of one's own may have values that are wider than its keys."""
+    B, T, N, K, H = 2, 64, 4, 2, 32
+    shapes = (B, T, N, H), (B, T, K, H), (B, T, K, value_dim), (B, T, N, value_dim)
+    *operands, result = (LocalArray(shape, "float32", (False,) * 4) for shape in shapes)
+    options = ("soft_cap", None), ("window", None), ("is_causal", True)
+    cost = DOORS["attention"].declare(Local(tuple(operands), (result,), options, platform, kernels, True))
+    assert (cost.kernel is not None) == kernels
+
+    def plain(query, key, value):
+        return flash_attention(query, key, value, is_causal=True, implementation="xla")
+
+    counted = sum(each.times * each.product.flops for each in cost.products)
+    assert counted == count(plain, *(each.abstract for each in operands), platform=platform).matmul_flops

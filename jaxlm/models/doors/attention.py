@@ -58,7 +58,7 @@ _MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
 
 class _Sizes(NamedTuple):
     """The sizes of an attention on one device: sequences, query and key tokens, key/value heads, the query heads that
-    share each, and their channels."""
+    share each, the channels of queries and keys, and those of values."""
 
     B: int
     T: int
@@ -66,12 +66,13 @@ class _Sizes(NamedTuple):
     K: int
     G: int
     H: int
+    V: int
 
 
 def _declare(local: Local) -> DoorCost:
-    query, key, _ = local.operands[:3]
+    query, key, value = local.operands[:3]
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    sizes = _Sizes(B, T, S, K, N // K, H)
+    sizes = _Sizes(B, T, S, K, N // K, H, value.shape[-1])
     kernel = _kernel_costs(local.platform, sizes, query.dtype) if local.kernels else None
     return _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
 
@@ -86,8 +87,8 @@ def _parts(local: Local, sizes: _Sizes) -> list[tuple[int, int]]:
 
 def _products(sizes: _Sizes, queries: int, keys: int, visible: VisibleFraction) -> tuple[DoorProduct, DoorProduct]:
     """Return the product that gives the scores of these queries and keys, and that of weights and values."""
-    B, _, _, K, G, H = sizes
-    scores, pv = Product(B * K, G * queries, H, keys), Product(B * K, G * queries, keys, H)
+    B, _, _, K, G, H, V = sizes
+    scores, pv = Product(B * K, G * queries, H, keys), Product(B * K, G * queries, keys, V)
     return (
         DoorProduct(scores, 0, scope="scores", all_gradients=True, visible=visible),
         DoorProduct(pv, 0, scope="pv", all_gradients=True, visible=visible),
@@ -111,18 +112,20 @@ def _by_kernel(local: Local, sizes: _Sizes, costs: KernelCosts) -> DoorCost:
 
 def _by_xla(local: Local, sizes: _Sizes) -> DoorCost:
     """Return the cost of attention whose scores go through memory."""
-    (query, key, _), (result,) = local.operands[:3], local.results
-    B, T, S, K, G, H = sizes
+    (query, key, value), (result,) = local.operands[:3], local.results
+    B, T, S, K, G, H, V = sizes
     itemsize, window, cap = query.itemsize, local.options["window"], bool(local.options["soft_cap"])
     visible, products, scores = visible_fraction(T, S, window), [], 0
     for queries, keys in _parts(local, sizes):
-        once, numbers = itemsize * B * (queries * G + keys) * K * H, B * K * G * queries * keys
-        for product, each in zip(_products(sizes, queries, keys, visible), (4, itemsize), strict=True):
-            products.append(product._replace(bytes=once, unfused=each * numbers))
+        rows, numbers = itemsize * B * (queries * G + keys) * K, B * K * G * queries * keys
+        widths = (H, 4), (V, itemsize)  # and the bytes of a score before the softmax, of a weight after it
+        for product, (width, each) in zip(_products(sizes, queries, keys, visible), widths, strict=True):
+            products.append(product._replace(bytes=rows * width, unfused=each * numbers))
         scores += numbers
     passes = [loop(_SOFTMAX, query, "softmax", scores)]
     passes += [loop(_SOFT_CAP, query, "softmax", scores)] * cap
-    passes.append(loop(_MOVED, query, "heads", 2 * (query.numbers + key.numbers)))  # in front of the sequence and back
+    moved = sum(each.numbers for each in (query, key, value, result))
+    passes.append(loop(_MOVED, query, "heads", moved))  # in front of the sequence and back
     # Slopes of a cap are kept, and a mask unless all layers have the same.
     kept = 4 * result.numbers + (itemsize + 4 + 4 * cap) * scores
     return DoorCost(
@@ -153,11 +156,12 @@ def _workspace(local: Local, scores: int) -> Workspace:
 def _kernel_costs(platform: str, sizes: _Sizes, dtype: str) -> KernelCosts | None:
     """Return the cost of the kernel with all scores visible; None if XLA runs it instead: with few queries, or with a
     head dim that the platform's kernel does not take."""
-    B, T, S, K, G, H = sizes
-    key, query = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, S, K, H), (B, T, K * G, H)))
-    if not runs_kernel(platform, query, key, key):
+    B, T, S, K, G, H, V = sizes
+    shapes = (B, T, K * G, H), (B, S, K, H), (B, S, K, V)
+    query, key, value = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    if not runs_kernel(platform, query, key, value):
         return None
-    return costs(query, key, key, implementation="triton")  # kernels for TPUs cost the same
+    return costs(query, key, value, implementation="triton")  # kernels for TPUs cost the same
 
 
 def attention(

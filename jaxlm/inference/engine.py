@@ -33,7 +33,7 @@ class Event(NamedTuple):
       token: the token that was drawn; None where no token was drawn, or where the token's id ended the request.
       end: why the request ended; None while the request goes on.
       error: where `end` is "error": what happened to this request alone.
-      hidden: float32 [D], the normalised stream that the token was drawn from, where the request asks for it.
+      hidden: float32 [D], the normalised residual that the token was drawn from, where the request asks for it.
       scores: of tokens of the prompt, as far as the request asks for scores; the scores come in parts, each part before
         the first token that is drawn after that part.
       cached: with a token, how many tokens of the prompt were found in the cache.

@@ -236,5 +236,5 @@ def compiled_draw(programs: EnginePrograms, draws: int) -> jax.stages.Compiled:
 
 @lru_cache(maxsize=_KEPT)
 def compiled_gather(programs: EnginePrograms, draws: int) -> jax.stages.Compiled:
-    """Return the compiled gathering of the stream before so many draws."""
+    """Return the compiled gathering of the residual before so many draws."""
     return programs.gather(draws).compile()

@@ -61,7 +61,7 @@ class SlotState(NamedTuple):
 class StepResults(NamedTuple):
     """The results of one step.
 
-    `logits_QV`, `hidden_QD`: float32, the logits that each draw is from, and the normalised stream there. `logprob_R`:
+    `logits_QV`, `hidden_QD`: float32, the logits that each draw is from, and the normalised residual there. `logprob_R`:
     float32, ln p of the prompts' rows' targets. `likeliest_R`, `likeliest_logprob_R`: the likeliest token there, and
     its ln p. These three arrays hold any values for rows without target, and are empty without scores.
     """

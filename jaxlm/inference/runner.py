@@ -41,7 +41,7 @@ class PendingStep:
 class Reading(NamedTuple):
     """The results of a step on the host, by the id of the generation.
 
-    `tokens`: the drawn tokens. `hidden`: float32 [D], the normalised stream that each token was drawn from, where the
+    `tokens`: the drawn tokens. `hidden`: float32 [D], the normalised residual that each token was drawn from, where the
     request asks for it. `scores`: of the rows of a chunk, where the request asks for scores.
     """
 

@@ -72,7 +72,7 @@ class LayerCache(Protocol):
 
 
 class Cache(Protocol):
-    """A cache of all layers, which travels with the stream."""
+    """A cache of all layers, which travels with the residual."""
 
     def layer(self, entry: str, index: jax.Array | int) -> LayerCache:
         """Return the cache of one layer of an entry, by its index from 0, traced or static."""

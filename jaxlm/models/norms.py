@@ -59,5 +59,5 @@ _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 def norm(
     model: config.ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...] | None = None, axes: str = "channels"
 ) -> Norm:
-    """Return the norm that the configuration names, over dimensions of this shape; over the stream's where None."""
+    """Return the norm that the configuration names, over dimensions of this shape; over the residual's where None."""
     return _NORMS[model.norm.kind](model, shape or (model.d_model,), axes, rngs)

@@ -56,7 +56,7 @@ def angle_classes(model: config.ModelConfig, length: int) -> tuple[int, ...]:
 
 
 class LayerRows:
-    """The inputs of each layer besides the stream. Masks and rotary tables are made once for all layers alike."""
+    """The inputs of each layer besides the residual. Masks and rotary tables are made once for all layers alike."""
 
     def __init__(
         self,

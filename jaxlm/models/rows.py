@@ -1,4 +1,4 @@
-"""The inputs and results of a block besides the stream."""
+"""The inputs and results of a block besides the residual."""
 
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class RowContext(NamedTuple):
 
 
 class Auxiliary(NamedTuple):
-    """The results of a layer besides the stream: float32 scalars by name, each a mean over the tokens that it saw.
+    """The results of a layer besides the residual: float32 scalars by name, each a mean over the tokens that it saw.
 
     `losses` are summed over layers and added to the objective, each in its layer already times its factor; `statistics`
     are averaged over layers. Both stand in the metrics of a step by their names.

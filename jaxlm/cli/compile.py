@@ -129,7 +129,8 @@ def _print_step(report: "Report") -> None:
         sent = [report.seconds(collective) for collective in draw.collectives]
         exchanged = f", {seconds(sum(s for s in sent if s))} of collectives" if sent else ""
         temporaries = units.memory(draw.memory.temporaries)
-        table.add("draw", f"a program of its own: {temporaries} of temporaries{exchanged}")
+        took = seconds(draw.compile_s)
+        table.add("draw", f"a program of its own, compiled in {took}: {temporaries} of temporaries{exchanged}")
     table.print()
 
 
@@ -207,7 +208,7 @@ def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace) -> None:
     plan, memory = refused.plan, refused.plan.memory
     suggestions = suggest(plan, refused.needed)
     row = {**refused.row(), "suggestions": suggestions, **_tried_row(refused.tried)}
-    _keep(arguments.dump, row, {"stablehlo.mlir": refused.stablehlo})
+    _keep(arguments.dump, row, refused.texts)
     if arguments.json:
         print(json.dumps(row))
         return

@@ -91,6 +91,10 @@ class Workload:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Hashes of texts differ between processes.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_hash", "answers")}
+
     @cached_property
     def _hash(self) -> int:
         """The hash of all fields, computed once: counting looks up many results by the workload."""
@@ -283,8 +287,8 @@ class Workload:
 
     @property
     def dispatches(self) -> int:
-        """Programs that are started one after the other: one for a step of training, or two for each engine step, which
-        a draw follows."""
+        """Programs that are started one after the other: one for a step of training, or two for each step of the
+        engine: the step and its draw."""
         if self.kind == "train":
             return 1
         return 2 * sum(work.passes for work in self.by_step_shape())

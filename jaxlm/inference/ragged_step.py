@@ -61,9 +61,9 @@ class SlotState(NamedTuple):
 class StepResults(NamedTuple):
     """The results of one step.
 
-    `logits_QV`, `hidden_QD`: float32, the logits that each draw is from, and the normalised residual there. `logprob_R`:
-    float32, ln p of the prompts' rows' targets. `likeliest_R`, `likeliest_logprob_R`: the likeliest token there, and
-    its ln p. These three arrays hold any values for rows without target, and are empty without scores.
+    `logits_QV`, `hidden_QD`: float32, the logits that each draw is from, and the normalised residual there.
+    `logprob_R`: float32, ln p of the prompts' rows' targets. `likeliest_R`, `likeliest_logprob_R`: the likeliest token
+    there, and its ln p. These three arrays hold any values for rows without target, and are empty without scores.
     """
 
     logits_QV: jax.Array
@@ -121,7 +121,7 @@ def draw(
     `position_Q`: int32, of the tokens that are drawn. A program of its own: it takes as long to compile as a step of a
     small model, and is the same for all steps.
     """
-    # Whole on each device: XLA would divide the counts as the logits are, and gather them again.
+    # The counts stay whole on each device. Otherwise XLA would shard them like the logits, and gather them again.
     counts_SV = constrain(state.counts_SV, "batch", None)
     how = jax.tree.map(lambda x: x[slot_Q], state.how)
     drawn = sample(logits_QV, how, position_Q, valid_V, lambda: counts_SV[slot_Q])

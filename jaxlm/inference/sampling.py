@@ -159,7 +159,7 @@ def sample(
         bits_R = _bits(how.seed, how.stream, position_R)
         distance_RV, mass_RV = _distance_and_mass(changed_RV, how)
         filters = _Filters.of(how, changed_RV.shape[-1])
-        # The branches return tokens: one that returned the masses of its operand would copy them.
+        # Each branch returns tokens, since a branch that returned its operand, the masses, would copy the masses.
         picked_R = _if_any(
             filters.filters_R,
             lambda: pick(filters.left(distance_RV, mass_RV), bits_R),

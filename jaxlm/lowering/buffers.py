@@ -60,8 +60,9 @@ class _PeakFinder:
         """Return the peak within one run of a computation.
 
         Parameters and results belong to the caller: a loop carries its state in place, and the program's outputs are
-        not temporaries. `ending`, of a branch: the parameters that nothing reads later. Each of them ends with its last
-        read here, the peak's bytes are those beyond theirs, and the branch's own result is among its buffers.
+        not temporaries. `ending`, of a branch: the parameters that nothing reads later. Each of these parameters ends
+        with its last read here. The bytes of the peak are those beyond the bytes of these parameters. The result of a
+        branch is among the branch's buffers.
         """
         values: dict[str, Value] = {}
         for instruction in computation.instructions.values():

@@ -20,7 +20,7 @@ from jaxlm.training.step import TrainStep
 
 
 class StepPrograms(NamedTuple):
-    """The programs of a step: that of a step of training; or the engine's step, and the draw of tokens after it."""
+    """The programs of one step. Training has one program; the engine has its step and the draw after the step."""
 
     step: MeshProgram
     draw: MeshProgram | None

@@ -189,16 +189,23 @@ class DoesNotFit(Exception):
       compile_s: seconds until the rejection.
       arguments: bytes of the arguments on one device.
       temporaries: bytes of the temporaries on one device, at least one byte more than fits.
-      stablehlo: the program as JAX lowered it.
+      texts: the programs as JAX lowered them, by the names of files, up to the one that the compiler rejects.
       tried: the variants of a search in which none fits.
     """
 
     def __init__(
-        self, plan: Plan, quick: bool, compile_s: float, arguments: int, temporaries: int, stablehlo: str, message: str
+        self,
+        plan: Plan,
+        quick: bool,
+        compile_s: float,
+        arguments: int,
+        temporaries: int,
+        texts: dict[str, str],
+        message: str,
     ):
         super().__init__(message)
         self.plan, self.quick, self.compile_s = plan, quick, compile_s
-        self.arguments, self.stablehlo = arguments, stablehlo
+        self.arguments, self.texts = arguments, texts
         self.temporaries = max(temporaries, plan.capacity + 1 - arguments)
         self.tried: tuple[FitTrial, ...] | None = None
 
@@ -295,7 +302,11 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     counted = plan(Workload.of(experiment, Layout(mesh.shape), kind), target)
     programs = step_programs(experiment, kind, mesh)
     arguments = sum(each.operand_bytes for each in programs if each is not None)
-    step, draw = (each and _compiled_program(each, arguments, counted, quick) for each in programs)
+    texts: dict[str, str] = {}
+    step, draw = (
+        each and _compiled_program(each, prefix, texts, arguments, counted, quick)
+        for each, prefix in zip(programs, ("", "draw."), strict=True)
+    )
     work, chip, layout = counted.work, target.chip, dict(counted.work.layout)
     program, declared = hlo.parse(step.optimised, _trips(_compiled(work))), _declared(step.traced, counted)
     memory, held_buffers, draw_report = memory_of(step.compiled, chip), _held_buffers(program, program), None
@@ -307,9 +318,6 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         held_buffers = _held_buffers(program, larger, drawing)
         memory = memory_with_draw(memory, draw_report.memory, programs)
     kernels = launched_kernels.kernels(program, declared)
-    texts = {"stablehlo.mlir": step.stablehlo, "optimised.hlo": step.optimised}
-    if draw is not None:
-        texts |= {"draw.stablehlo.mlir": draw.stablehlo, "draw.optimised.hlo": draw.optimised}
     return CompiledStep(
         Report(
             plan=counted,
@@ -330,21 +338,23 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
 
 
 class _CompiledProgram(NamedTuple):
-    """A compiled program, and its texts before and after XLA's passes."""
+    """A compiled program, and its text after XLA's passes."""
 
     traced: jax.stages.Traced
     compiled: jax.stages.Compiled
     seconds: float
-    stablehlo: str
     optimised: str
 
 
-def _compiled_program(program: MeshProgram, arguments: int, counted: Plan, quick: bool) -> _CompiledProgram:
-    """Compile a program of a counted step. `arguments`: bytes on one device of the arguments of all programs of the
-    step. Raises what `compile` raises."""
+def _compiled_program(
+    program: MeshProgram, prefix: str, texts: dict[str, str], arguments: int, counted: Plan, quick: bool
+) -> _CompiledProgram:
+    """Compile a program of a counted step, and add its texts to `texts`, under names with the prefix. `arguments`: the
+    bytes on one device of the arguments of all programs of the step. Raises what `compile` raises."""
     began = time.perf_counter()
     traced = program.trace()
     lowered = traced.lower()
+    texts[f"{prefix}stablehlo.mlir"] = lowered.as_text()
     try:
         with _level("O1") if quick else contextlib.nullcontext():
             compiled = lowered.compile()
@@ -353,14 +363,15 @@ def _compiled_program(program: MeshProgram, arguments: int, counted: Plan, quick
         if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
             raise InputError(f"the compiler for {counted.target} fails: {message.splitlines()[0]}") from error
         seconds = time.perf_counter() - began
-        raise DoesNotFit(counted, quick, seconds, arguments, _needed(message), lowered.as_text(), message) from None
+        raise DoesNotFit(counted, quick, seconds, arguments, _needed(message), texts, message) from None
     seconds = time.perf_counter() - began
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # the compiler is newer than jaxlib, which prints programs
         why = f"this JAX cannot read the program of the compiler for {counted.target}; {targets.INSTALL}"
         raise InputError(why) from error
-    return _CompiledProgram(traced, compiled, seconds, lowered.as_text(), text)
+    texts[f"{prefix}optimised.hlo"] = text
+    return _CompiledProgram(traced, compiled, seconds, text)
 
 
 @contextlib.contextmanager

@@ -157,8 +157,9 @@ class BlockConfig(Section):
     """The place of the norms of attention f and the feed-forward layer f: before, x + f(norm(x)) (Llama); after,
     x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 2.1); or both, x + norm(f(norm(x))) (Gemma 2)."""
     residual: Residual = "sequential"
-    """The input of the feed-forward layer: the residual with attention added to it, or in parallel the one that attention
-    reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi, Cohere)."""
+    """The input of the feed-forward layer: the residual with attention added to it, or in parallel the one that
+    attention reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi,
+    Cohere)."""
     residual_scale: Positive = 1.0
     """Multiplies what attention and the feed-forward layer add to the residual (Granite)."""
 

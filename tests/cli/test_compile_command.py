@@ -51,7 +51,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
 def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch, capsys):
     def refuse(experiment, kind, target, mesh, quick):
         counted = plan(Workload.of(experiment, Layout(mesh.shape), kind), target)
-        raise DoesNotFit(counted, False, 1.5, 10**9, 10**11, "module", "E1000")
+        raise DoesNotFit(counted, False, 1.5, 10**9, 10**11, {"stablehlo.mlir": "module"}, "E1000")
 
     monkeypatch.setattr(report, "compile", refuse)
     arguments = [MODEL, "--on", "tpu-v5e:4x4", "--mesh", "tensor=16", "training.sequence=4096"]

@@ -14,7 +14,8 @@ from jaxlm.inference.ragged_step import SlotState, draw
 from jaxlm.inference.requests import GREEDY, MAX_LOGPROBS, Sampling
 from jaxlm.inference.sampling import row_sampling
 
-# Arrays as large as the logits that XLA keeps at once where a row has a filter: the branches share their memory.
+# XLA holds this many arrays of the logits' size at once. The branch with filters needs most, and all branches share its
+# memory.
 _ARRAYS = {"tpu": 3, "gpu": 5, "cpu": 5}
 
 
@@ -37,8 +38,9 @@ def draws(work: Workload) -> list[tuple[int, DrawWork]]:
 
 
 def draw_work(rows: int, vocabulary: int, how: Sampling, platform: str) -> DrawWork:
-    """Return the work of drawing a token for each of these rows, all of which sample alike."""
-    two, three = (_traced(n, vocabulary, how, platform) for n in (2, 3))  # what is not of a row is the same in both
+    """Return the work of drawing a token for each of these rows, all of which sample alike, without biases."""
+    # The fixed work is the same for 2 and 3 rows, so that two traces give any number of rows.
+    two, three = (_traced(n, vocabulary, how, platform) for n in (2, 3))
     return DrawWork(*(x + (rows - 2) * (y - x) for x, y in zip(two, three, strict=True)))
 
 

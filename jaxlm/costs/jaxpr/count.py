@@ -53,9 +53,11 @@ def count(fn: Callable, *args: Any, trips: int | None = None, platform: str | No
       args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`. The numbers of NumPy arrays are known where loops and
         branches depend on them.
       trips: iterations of each `while` loop whose number the program does not state.
-      platform: that `jax.lax.platform_dependent` chooses for, such as "cpu".
+      platform: "cpu", "gpu" or "tpu", whose branch of `jax.lax.platform_dependent` is counted; None counts the dearest
+        branch.
 
-    Raises ValueError for such a loop without `trips`, and for a Pallas kernel that states no cost.
+    Raises ValueError for such a loop without `trips`, for a Pallas kernel that states no cost, and for a program that
+    has no branch for the platform.
     """
     named = fn.func if isinstance(fn, functools.partial) else fn
     jaxpr, name = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, getattr(named, "__name__", "total")
@@ -72,9 +74,10 @@ def count_jaxpr(
     """Count the cost of a jaxpr whose results are all used; its `arguments` may have NumPy arrays among them."""
     live, is_used = partial_eval.dce_jaxpr(jaxpr, True)
     given = list(arguments) or [None] * len(is_used)
-    used = [x if isinstance(x, np.ndarray) else None for x, used in zip(given, is_used, strict=True) if used]
+    used = (x if isinstance(x, np.ndarray) else None for x, used in zip(given, is_used, strict=True) if used)
+    known = [None if x is None else x.astype(v.aval.dtype) for x, v in zip(used, live.invars, strict=True)]
     rows = _RowSums()
-    _walk(live, _Place(trips, platform), rows, Values(live, [lambda x=x: x for x in used]))
+    _walk(live, _Place(trips, platform), rows, Values(live, [lambda x=x: x for x in known]))
     return JaxprCost(name, rows.all())
 
 
@@ -166,7 +169,11 @@ def _chosen(eqn: JaxprEqn, platform: str | None, values: Values) -> int | None:
     if (platforms := eqn.params.get("branches_platforms")) is not None:
         if platform is None:
             return None
-        return next(i for i, names in enumerate(platforms) if names is None or platform in names)
+        lowered = {"cuda", "rocm"} if platform == "gpu" else {platform}
+        of_platform = (i for i, names in enumerate(platforms) if names is None or lowered.intersection(names))
+        if (index := next(of_platform, None)) is None:
+            raise ValueError(f"the program has no branch for the platform {platform}")
+        return index
     index = values(eqn.invars[0])
     return None if index is None else int(np.clip(index, 0, len(eqn.params["branches"]) - 1))
 

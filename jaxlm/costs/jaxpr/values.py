@@ -43,8 +43,17 @@ def _rows_of(x: np.ndarray, index: np.ndarray, parameters: dict[str, Any]) -> Va
     return x[rows]
 
 
-# What numbers pass on their way from the arguments to the bound of a loop or the condition of a branch, by the name of
-# the primitive.
+def _converted(x: np.ndarray, parameters: dict[str, Any]) -> Value:
+    """Return x in another dtype; None for floats beyond the integers of the dtype, which XLA saturates."""
+    dtype = np.dtype(parameters["new_dtype"])
+    if x.dtype.kind not in "iub" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if not ((x >= limits.min) & (x < limits.max)).all():
+            return None
+    return x.astype(dtype)
+
+
+# The rules, by primitive, for values between the arguments and the bound of a loop or the condition of a branch.
 _RULES: dict[str, Callable[..., Value]] = {
     "add": lambda x, y, _: x + y,
     "sub": lambda x, y, _: x - y,
@@ -66,7 +75,7 @@ _RULES: dict[str, Callable[..., Value]] = {
     "ge": lambda x, y, _: x >= y,
     "clamp": lambda low, x, high, _: np.clip(x, low, high),
     "select_n": lambda which, *cases_: np.choose(which.astype(int), cases_[:-1]),
-    "convert_element_type": lambda x, p: x.astype(p["new_dtype"]),
+    "convert_element_type": _converted,
     "broadcast_in_dim": lambda x, p: _broadcast(x, p),
     "reshape": lambda x, p: x.reshape(p["new_sizes"]),
     "squeeze": lambda x, p: np.squeeze(x, p["dimensions"]),
@@ -78,8 +87,8 @@ _RULES: dict[str, Callable[..., Value]] = {
     "reduce_max": lambda x, p: np.max(x, p["axes"]),
     "reduce_min": lambda x, p: np.min(x, p["axes"]),
     "reduce_sum": lambda x, p: np.sum(x, p["axes"], dtype=x.dtype),
-    "reduce_or": lambda x, p: np.any(x, p["axes"]),
-    "reduce_and": lambda x, p: np.all(x, p["axes"]),
+    "reduce_or": lambda x, p: np.bitwise_or.reduce(x, tuple(p["axes"])),
+    "reduce_and": lambda x, p: np.bitwise_and.reduce(x, tuple(p["axes"])),
     "gather": _rows_of,
     "sharding_constraint": lambda x, _: x,
     "copy": lambda x, _: x,
@@ -87,7 +96,8 @@ _RULES: dict[str, Callable[..., Value]] = {
 }
 
 
-# Those that only move numbers: floating point numbers are known through them alone.
+# Primitives that keep or convert numbers. Floats are known through these alone; comparisons of known floats are known
+# too.
 _MOVES = frozenset(
     """
     broadcast_in_dim reshape squeeze transpose concatenate slice pad select_n gather convert_element_type copy

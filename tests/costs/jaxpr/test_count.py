@@ -317,6 +317,29 @@ def test_a_branch_that_the_arguments_choose_is_counted():
     assert products(np.array([9, 0])) == 2  # an index beyond the rows: the condition is not known, the last branch is
 
 
+def test_numbers_of_arguments_are_as_jax_has_them():
+    """Of 32 bits; converted as XLA converts them, or not known; sums of bits are of all bits."""
+    x, product = jax.ShapeDtypeStruct((8, 8), jnp.float32), 2 * 8**3
+
+    def chosen(condition, *numbers):
+        def branch(*numbers):
+            return jax.lax.cond(condition(*numbers), lambda: x_ @ x_, lambda: x_ @ x_ @ x_)
+
+        x_ = jnp.ones((8, 8))
+        return count(branch, *numbers).matmul_flops / product
+
+    assert chosen(lambda w: jnp.any(w > np.float32(0.1)), np.array([0.1 + 2e-9])) == 2
+    assert chosen(lambda w: w[0] + 1 > 0, np.array([2**31 - 1])) == 2
+    beyond = [np.array(each, np.float32) for each in (np.inf, np.nan, 3e9)]
+    assert [chosen(lambda w: w.astype(jnp.int32) == 5, each) for each in beyond] == [2, 2, 2]
+    assert chosen(lambda w: w.astype(jnp.int32) == 5, np.array(5.5, np.float32)) == 1
+
+    def loop(bits, x):
+        return jax.lax.fori_loop(0, jax.lax.reduce_or(bits, (0,)), lambda _, y: y @ x, x)
+
+    assert count(loop, np.array([4, 2], np.int32), x).matmul_flops == 6 * product
+
+
 def test_the_branch_of_a_platform_is_counted():
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
@@ -325,6 +348,13 @@ def test_the_branch_of_a_platform_is_counted():
 
     flops = [count(both, x, platform=platform).matmul_flops for platform in ("cpu", "tpu", "gpu", None)]
     assert flops == [2 * 8**3, 4 * 8**3, 0, 4 * 8**3]
+
+    def without_default(x):
+        return jax.lax.platform_dependent(x, cpu=lambda x: x @ x, cuda=lambda x: x @ x @ x)
+
+    assert count(without_default, x, platform="gpu").matmul_flops == 4 * 8**3
+    with pytest.raises(ValueError, match="no branch for the platform tpu"):
+        count(without_default, x, platform="tpu")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

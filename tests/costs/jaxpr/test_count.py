@@ -318,7 +318,7 @@ def test_a_branch_that_the_arguments_choose_is_counted():
 
 
 def test_numbers_of_arguments_are_as_jax_has_them():
-    """Of 32 bits; converted as XLA converts them, or not known; sums of bits are of all bits."""
+    """They have 32 bits. A float that XLA would saturate as an integer is not known; `reduce_or` is of all bits."""
     x, product = jax.ShapeDtypeStruct((8, 8), jnp.float32), 2 * 8**3
 
     def chosen(condition, *numbers):

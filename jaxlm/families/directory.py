@@ -150,10 +150,10 @@ class PublishedModel:
     def remarks(self) -> list[str]:
         """Return a line about each kind of tensor that is converted or left out when the model is read."""
         number = sum(isinstance(self.stored[name], LazyTensor) for name in self.tensors)
-        said = [f"{number} tensors are quantized and are read as bfloat16, as an export has them"] if number else []
+        lines = [f"{number} tensors are quantized and are read as bfloat16, as an export has them"] if number else []
         if dropped := self.dropped:
-            said.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
-        return said
+            lines.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
+        return lines
 
 
 def write(

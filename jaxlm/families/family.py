@@ -98,22 +98,22 @@ def _resolved(name: str) -> dict[str, Any]:
 
 
 def _family(name: str) -> Family:
-    found = _resolved(name)
+    description = _resolved(name)
     return Family(
-        name=found["model_type"],
-        architecture=found["architecture"],
-        model=found["model"],
-        config={key: _all(value) for key, value in found["config"].items()},
-        defaults=found.get("defaults", {}),
-        equal={key: _all(value) for key, value in found.get("equal", {}).items()},
-        inert=frozenset((*_INERT, *found.get("inert", ()))),
-        composites=tuple(found["composites"]),
-        rules=tuple(TensorRule.parse(tensor, line) for tensor, line in found["weights"].items()),
-        dropped=tuple(found.get("dropped", ())),
-        copies=found.get("copies", {}),
-        aliases=found.get("aliases", {}),
-        prefixes=found.get("prefixes", {}),
-        outer=frozenset(found.get("outer", ())),
+        name=description["model_type"],
+        architecture=description["architecture"],
+        model=description["model"],
+        config={key: _all(value) for key, value in description["config"].items()},
+        defaults=description.get("defaults", {}),
+        equal={key: _all(value) for key, value in description.get("equal", {}).items()},
+        inert=frozenset((*_INERT, *description.get("inert", ()))),
+        composites=tuple(description["composites"]),
+        rules=tuple(TensorRule.parse(tensor, line) for tensor, line in description["weights"].items()),
+        dropped=tuple(description.get("dropped", ())),
+        copies=description.get("copies", {}),
+        aliases=description.get("aliases", {}),
+        prefixes=description.get("prefixes", {}),
+        outer=frozenset(description.get("outer", ())),
         bases=_bases(name),
     )
 

@@ -42,14 +42,14 @@ def is_adapter(path: Path) -> bool:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the table in a JSON file. Raises InputError if the file has none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"there is no {file}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file} is not valid JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise InputError(f"{file} holds no table")
-    return found
+    return table
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

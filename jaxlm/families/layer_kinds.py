@@ -30,22 +30,22 @@ class LayerKinds:
     kinds: bool = False
     rotates: Literal["all", "windowed", "windowed or all", "listed"] = "all"
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Take the keys of windows and rotary positions out of `given`, and return the corresponding keys of [model].
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Take the keys of windows and rotary positions out of `entries`, and return the corresponding keys of [model].
 
         Both spellings are read: `rope_parameters`, or else `rope_theta` and `rope_scaling`; `layer_types`, or the older
         keys that determine the kinds of layers. Raises InputError for a kind of layer or of scaling that jaxlm lacks.
         """
         layers = values["num_layers"]
-        ropes = rope_keys.read(given, _KINDS, values, where)
-        typed = given.get("layer_types") is not None
-        kinds = _kinds(given, layers, where) if self.windows else [_FULL] * layers
-        window = given.pop("sliding_window", None) if self.windows else None
+        ropes = rope_keys.read(entries, _KINDS, values, where)
+        typed = entries.get("layer_types") is not None
+        kinds = _kinds(entries, layers, where) if self.windows else [_FULL] * layers
+        window = entries.pop("sliding_window", None) if self.windows else None
         for key in _OLD_KEYS if self.windows else ():
-            given.pop(key, None)
+            entries.pop(key, None)
         if window is None:
             kinds = [_FULL] * layers
-        rotated = self._rotated(given, kinds, window)
+        rotated = self._rotated(entries, kinds, window)
         if self.rotates == "listed" and window is not None and not typed:  # SmolLM3's two kinds
             kinds = [_FULL if rotates else _SLIDING for rotates in rotated]
         unrotated = {"kind": "none"}
@@ -66,29 +66,29 @@ class LayerKinds:
         window = next(iter(windows), None)
         if window is None and self.kinds and not (self.rotates == "windowed or all" and any(rotated)):
             window = family.defaults["sliding_window"]
-        found: dict[str, Any] = {"sliding_window": window} if self.windows else {}
+        entries: dict[str, Any] = {"sliding_window": window} if self.windows else {}
         kinds = [_SLIDING if is_windowed else _FULL for is_windowed in windowed]
         if rotating := _rotating(model.layers, kinds, rotated, family):
-            found |= rope_keys.write(rotating, model, family)
+            entries |= rope_keys.write(rotating, model, family)
         elif self.rotates == "all":
             raise InputError(f"{family.name} has rotary positions")
         if "use_sliding_window" in family.defaults:
-            found |= {"use_sliding_window": any(windowed), "max_window_layers": _first(windowed)}
+            entries |= {"use_sliding_window": any(windowed), "max_window_layers": _first(windowed)}
         if any(windowed) or self.kinds:
-            found["layer_types"] = kinds
+            entries["layer_types"] = kinds
         if self.rotates == "listed":
-            found["no_rope_layers"] = [int(rotates) for rotates in rotated]
+            entries["no_rope_layers"] = [int(rotates) for rotates in rotated]
         elif rotated != self._rotated({}, kinds, window):
             raise InputError(f"{family.name} rotates other layers")
-        return found
+        return entries
 
-    def _rotated(self, given: dict[str, Any], kinds: Sequence[str], window: int | None) -> list[bool]:
+    def _rotated(self, entries: dict[str, Any], kinds: Sequence[str], window: int | None) -> list[bool]:
         """Return whether each layer has rotary positions."""
         if self.rotates == "windowed" or (self.rotates == "windowed or all" and window is not None):
             return [kind == _SLIDING for kind in kinds]
         if self.rotates == "listed":
-            every = given.pop("no_rope_layer_interval", None) or len(kinds) + 1
-            listed = given.pop("no_rope_layers", None) or [(layer + 1) % every for layer in range(len(kinds))]
+            every = entries.pop("no_rope_layer_interval", None) or len(kinds) + 1
+            listed = entries.pop("no_rope_layers", None) or [(layer + 1) % every for layer in range(len(kinds))]
             return [bool(rotates) for rotates in listed]
         return [True] * len(kinds)
 
@@ -100,9 +100,9 @@ def _model(layers: Sequence[tuple[int | None, dict[str, Any]]]) -> dict[str, Any
     # A patch adds keys and takes none away.
     base = next((position for position in rotary if "scaling" not in position), rotary[0])
     whole = layers[0][0] if len({window for window, _ in layers}) == 1 else None
-    found: dict[str, Any] = {"position": base, **({} if whole is None else {"attention": {"window": whole}})}
+    keys: dict[str, Any] = {"position": base, **({} if whole is None else {"attention": {"window": whole}})}
     if all(layer == layers[0] for layer in layers):
-        return found
+        return keys
     period = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
     entries, seen = [], {}
     for (window, position), run in groupby(layers[:period]):
@@ -115,41 +115,41 @@ def _model(layers: Sequence[tuple[int | None, dict[str, Any]]]) -> dict[str, Any
         if window != whole:
             entry["attention"] = {"window": window}
         entries.append(entry)
-    return {**found, "pattern": entries}
+    return {**keys, "pattern": entries}
 
 
 def _rotating(
     blocks: Sequence[BlockConfig], kinds: Sequence[str], rotated: Sequence[bool], family: Family
 ) -> dict[str, BlockConfig]:
     """Return a layer of each kind with rotary positions. Raises InputError for several of a kind."""
-    found: dict[str, BlockConfig] = {}
+    first_blocks: dict[str, BlockConfig] = {}
     for block, kind, rotates in zip(blocks, kinds, rotated, strict=True):
-        if rotates and found.setdefault(kind, block).position != block.position:
+        if rotates and first_blocks.setdefault(kind, block).position != block.position:
             raise InputError(f"layers of one kind have several rotary positions, and {family.name} has one")
-    return found
+    return first_blocks
 
 
 def _first(windowed: Sequence[bool]) -> int:
     return windowed.index(True) if True in windowed else len(windowed)
 
 
-def _kinds(given: dict[str, Any], layers: int, where: str) -> list[str]:
+def _kinds(entries: dict[str, Any], layers: int, where: str) -> list[str]:
     """Return the kind of each layer."""
-    window, types = given.get("sliding_window"), given.pop("layer_types", None)
-    if given.get("use_sliding_window") is False:
-        given["sliding_window"] = window = None
+    window, types = entries.get("sliding_window"), entries.pop("layer_types", None)
+    if entries.get("use_sliding_window") is False:
+        entries["sliding_window"] = window = None
     if types is not None:
         if strange := set(types) - set(_KINDS):
             raise InputError(f"{where}: layer_types has {', '.join(sorted(strange))}, which jaxlm does not have")
         if len(types) != layers:
             raise InputError(f"{where}: layer_types names {len(types)} layers, and num_hidden_layers = {layers}")
         return list(types)
-    every = given.get("sliding_window_pattern") or given.get("_sliding_window_pattern")
+    every = entries.get("sliding_window_pattern") or entries.get("_sliding_window_pattern")
     if isinstance(every, str):  # a letter for each layer of a period: L local, G global
         return [_SLIDING if every[layer % len(every)] == "L" else _FULL for layer in range(layers)]
     if every:
         return [_FULL if (layer + 1) % every == 0 else _SLIDING for layer in range(layers)]
     if window is None:
         return [_FULL] * layers
-    first = given.get("max_window_layers") if "use_sliding_window" in given else 0
+    first = entries.get("max_window_layers") if "use_sliding_window" in entries else 0
     return [_SLIDING if layer >= (first or 0) else _FULL for layer in range(layers)]

@@ -96,12 +96,12 @@ def _groups(text: str) -> list[str]:
 
 def _grouped(text: str) -> str:
     """Return a side of a pattern without parentheses inside others, which say nothing more."""
-    found, depth = "", 0
+    side, depth = "", 0
     for character in text:
         depth -= character == ")"
-        found += character if depth == 0 or character not in "()" else " "
+        side += character if depth == 0 or character not in "()" else " "
         depth += character == "("
-    return found
+    return side
 
 
 def _axes(text: str) -> list[str]:

@@ -121,7 +121,7 @@ class AdaptedModel(PublishedModel):
             if found is None or matrix not in declared:
                 raise InputError(f"{file}: {name} is the adapter of no matrix of {self.base}")
             factors.setdefault(matrix, {})[found["factor"]] = tensor
-        made = {}
+        adapters = {}
         for name, each in factors.items():
             binding, transposed = declared[name]
             outputs, inputs = reversed(binding.shape) if transposed else binding.shape
@@ -134,8 +134,8 @@ class AdaptedModel(PublishedModel):
                 )
             alpha = self._setting("alpha_pattern", "lora_alpha", name.removesuffix(".weight"))
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            made[name] = Adapter(each["A"], each["B"], scale, transposed)
-        return made
+            adapters[name] = Adapter(each["A"], each["B"], scale, transposed)
+        return adapters
 
     def _setting(self, pattern: str, key: str, module: str) -> float:
         """Return the value for a module: of the first pattern that matches the end of the module's name, or of the
@@ -185,13 +185,13 @@ def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
 def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[TensorBinding, bool]]:
     """Return the tensors that are matrices of products, by name, each with whether it is stored as [in, out]."""
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
-    found = {}
+    matrices = {}
     for name, binding in table.tensors(model, family.rules).items():
         of = [declared[place.path] for place in binding.places]
         if name.endswith(".weight") and all(d.projection or (d.table and d.axes[-1] == "vocab") for d in of):
             one, two = (_narrowed(binding, declared, rank).shape for rank in (1, 2))
-            found[name] = binding, one[0] != two[0]
-    return found
+            matrices[name] = binding, one[0] != two[0]
+    return matrices
 
 
 def _narrowed(binding: TensorBinding, declared: Mapping[str, Dimensions], rank: int) -> TensorBinding:

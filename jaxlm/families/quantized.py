@@ -40,16 +40,16 @@ def check_method(config: Mapping[str, Any], where: str) -> None:
 def dequantized(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | LazyTensor]:
     """Return tensors by name, quantized ones with their scales as one in bfloat16. Raises InputError for scales that do
     not suit their tensor."""
-    found: dict[str, StoredTensor | LazyTensor] = {}
+    tensors: dict[str, StoredTensor | LazyTensor] = {}
     for name, tensor in stored.items():
         packed = name.removesuffix(_FP4_BLOCKS)
         if tensor.dtype_name in _FP8 and name + _SCALES in stored:
-            found[name] = _fp8(name, tensor, stored[name + _SCALES])
+            tensors[name] = _fp8(name, tensor, stored[name + _SCALES])
         elif name.endswith(_FP4_BLOCKS) and packed + _FP4_SCALES in stored:
-            found[packed] = _mxfp4(packed, tensor, stored[packed + _FP4_SCALES])
+            tensors[packed] = _mxfp4(packed, tensor, stored[packed + _FP4_SCALES])
         elif not _is_scale(name, stored):
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _is_scale(name: str, stored: Mapping[str, StoredTensor]) -> bool:

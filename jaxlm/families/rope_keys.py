@@ -31,16 +31,16 @@ _OLD_NAMES = {"su": "longrope"}
 
 
 def read(
-    given: dict[str, Any], kinds: Sequence[str], values: Mapping[str, Any], where: str
+    entries: dict[str, Any], kinds: Sequence[str], values: Mapping[str, Any], where: str
 ) -> dict[str, dict[str, Any]]:
-    """Take the keys of rotary positions out of `given`. Return `position` of each kind of layer.
+    """Take the keys of rotary positions out of `entries`. Return `position` of each kind of layer.
 
     `rope_parameters` goes before `rope_theta` and `rope_scaling`. Raises InputError for a scaling that jaxlm lacks.
     """
-    theta, scaling = given.pop("rope_theta", None), given.pop("rope_scaling", None) or {}
-    parameters, local = given.pop("rope_parameters", None) or {}, given.pop("rope_local_base_freq", None)
-    context = {"max": values["context_length"], _ORIGINAL: given.pop(_ORIGINAL, None)}
-    old = {"rope_theta": theta, "partial_rotary_factor": given.pop("partial_rotary_factor", None)}
+    theta, scaling = entries.pop("rope_theta", None), entries.pop("rope_scaling", None) or {}
+    parameters, local = entries.pop("rope_parameters", None) or {}, entries.pop("rope_local_base_freq", None)
+    context = {"max": values["context_length"], _ORIGINAL: entries.pop(_ORIGINAL, None)}
+    old = {"rope_theta": theta, "partial_rotary_factor": entries.pop("partial_rotary_factor", None)}
     if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
         if strange := parameters.keys() - set(kinds):
             raise InputError(f"{where}: rope_parameters has {', '.join(sorted(strange))}, which jaxlm does not have")
@@ -55,14 +55,14 @@ def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family)
     """Return the keys of rotary positions, in both spellings, of a layer of each kind."""
     ropes = {kind: _parameters(block, family) for kind, block in blocks.items()}
     full, *others = ropes.values()
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "rope_theta": full["rope_theta"],
         "rope_scaling": _old_scaling(full),
         "rope_parameters": full,
     }
     if "rope_local_base_freq" in family.defaults:
         whole, local = ropes.get("full_attention", full), ropes.get("sliding_attention", full)
-        found = {
+        entries = {
             "rope_theta": whole["rope_theta"],
             "rope_scaling": _old_scaling(whole),
             "rope_local_base_freq": local["rope_theta"],
@@ -71,14 +71,14 @@ def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family)
     elif any(rope != full for rope in others):
         raise InputError(f"{family.name} has one kind of rotary positions")
     if _ORIGINAL in family.outer and _ORIGINAL in full:
-        found[_ORIGINAL] = full[_ORIGINAL]
+        entries[_ORIGINAL] = full[_ORIGINAL]
         # Beside it transformers 4 takes three keys alone, and what follows from the two lengths; 5 reads them first.
         if "attention_factor" not in full and full["factor"] == model.context_length / full[_ORIGINAL]:
             factors = {key: full[key] for key in ("short_factor", "long_factor") if key in full}
-            found["rope_scaling"] = {"type": full["rope_type"], **factors}
+            entries["rope_scaling"] = {"type": full["rope_type"], **factors}
     if "partial_rotary_factor" in full:
-        found["partial_rotary_factor"] = full["partial_rotary_factor"]
-    return found
+        entries["partial_rotary_factor"] = full["partial_rotary_factor"]
+    return entries
 
 
 def _old_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -107,29 +107,29 @@ def _position(parameters: dict[str, Any], context: Mapping[str, Any], where: str
 
 def _scaling(kind: str, left: dict[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
     """Take the keys of a scaling out of `left`. What is left out follows from the context, as in transformers."""
-    found = {ours: left.pop(theirs) for theirs, ours in _SCALINGS[kind].items() if theirs in left}
-    original = context[_ORIGINAL] or found.get("original_context_length") or context["max"]
+    scaling = {ours: left.pop(theirs) for theirs, ours in _SCALINGS[kind].items() if theirs in left}
+    original = context[_ORIGINAL] or scaling.get("original_context_length") or context["max"]
     if kind == "dynamic":
         original = context["max"]
     if kind != "linear":
-        found["original_context_length"] = original
-    if kind in ("yarn", "longrope") and "factor" not in found:
-        found["factor"] = context["max"] / original
-    if kind == "yarn" and not (found.get("mscale") and found.get("mscale_all_dim")):  # either alone is ignored
-        found.pop("mscale", None), found.pop("mscale_all_dim", None)
+        scaling["original_context_length"] = original
+    if kind in ("yarn", "longrope") and "factor" not in scaling:
+        scaling["factor"] = context["max"] / original
+    if kind == "yarn" and not (scaling.get("mscale") and scaling.get("mscale_all_dim")):  # either alone is ignored
+        scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
     for key in ("short_factors", "long_factors"):
-        if key in found:
-            found[key] = [float(x) for x in found[key]]
-    return {"kind": kind, **found}
+        if key in scaling:
+            scaling[key] = [float(x) for x in scaling[key]]
+    return {"kind": kind, **scaling}
 
 
 def _parameters(block: BlockConfig, family: Family) -> dict[str, Any]:
     """Return the rotary positions of a layer in the form of `rope_parameters`. Raises InputError if the layer rotates a
     part of each head and the family has no key for that."""
     position: Any = block.position
-    found: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
+    parameters: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
     if "partial_rotary_factor" in family.defaults:
-        found["partial_rotary_factor"] = position.fraction
+        parameters["partial_rotary_factor"] = position.fraction
     elif position.fraction != 1:
         raise InputError(f"{family.name} rotates whole heads")
     if (scaling := position.scaling) is not None:
@@ -139,5 +139,5 @@ def _parameters(block: BlockConfig, family: Family) -> dict[str, Any]:
             values.pop("mscale"), values.pop("mscale_all_dim")
         if scaling.kind == "dynamic":
             values.pop(_ORIGINAL)
-        found |= {"rope_type": scaling.kind, **values}
-    return found
+        parameters |= {"rope_type": scaling.kind, **values}
+    return parameters

@@ -98,16 +98,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise InputError(f"{file} has a header that is no table of tensors")
     header.pop("__metadata__", None)
-    found = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
-    for name, tensor in sorted(found.items(), key=lambda item: (item[1].offset, math.prod(item[1].shape))):
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, math.prod(item[1].shape))):
         if tensor.offset != end:
             raise InputError(f"{file}: {name} overlaps another tensor, or leaves a gap before it")
         end += tensor.dtype.itemsize * math.prod(tensor.shape)
     if end != size:
         missing = f"is cut off: {end - size:,} bytes of its tensors are missing" if end > size else "has more bytes"
         raise InputError(f"{file} {missing}" + ("" if end > size else f" than its tensors: {size - end:,}"))
-    return found
+    return tensors
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
@@ -129,10 +129,10 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return table
 
 
 def _integer(digits: str) -> int:
@@ -166,12 +166,12 @@ def write(file: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, 
 
 def shards(tensors: Mapping[str, LazyTensor], most: int) -> list[dict[str, LazyTensor]]:
     """Return the tensors in files of at most `most` bytes each, in order; a larger tensor has a file of its own."""
-    found: list[dict[str, LazyTensor]] = [{}]
+    files: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
-        if found[-1] and sum(each.bytes for each in found[-1].values()) + tensor.bytes > most:
-            found.append({})
-        found[-1][name] = tensor
-    return found
+        if files[-1] and sum(each.bytes for each in files[-1].values()) + tensor.bytes > most:
+            files.append({})
+        files[-1][name] = tensor
+    return files
 
 
 def total_bytes(tensors: Iterable[LazyTensor]) -> int:

@@ -25,19 +25,19 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     config = {key: value for key, value in text_of(config).items() if key != quantized.CONFIG_KEY}
     family = named(config.get("model_type"), where)
     known = {family.aliases.get(key, key): value for key, value in config.items()}
-    given = {key: value for key, value in {**family.defaults, **known}.items() if key not in family.inert}
+    entries = {key: value for key, value in {**family.defaults, **known}.items() if key not in family.inert}
     values: dict[str, Any] = dict(family.model)
     for key, allowed in family.equal.items():
-        value = given.pop(key, allowed[0])
+        value = entries.pop(key, allowed[0])
         if value is not None and value not in allowed:
             raise InputError(f"{where}: {key} = {value!r}, and jaxlm has {family.name} with {_either(allowed)} alone")
     for key, targets in family.config.items():
-        if (value := given.pop(key, None)) is not None:
+        if (value := entries.pop(key, None)) is not None:
             for target in targets:
                 values = merged(values, _nested(target, value))
     for composite in family.composites:
-        values = merged(values, _COMPOSITES[composite].read(given, values, where))
-    if left := [key for key, value in given.items() if value not in (None, {})]:
+        values = merged(values, _COMPOSITES[composite].read(entries, values, where))
+    if left := [key for key, value in entries.items() if value not in (None, {})]:
         raise InputError(f"{where}: {', '.join(sorted(left))}: jaxlm knows no such key of {family.name}")
     try:
         return ModelConfig.model_validate(values)
@@ -89,17 +89,17 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def _value(model: ModelConfig, dotted: str) -> Any:
-    found: Any = model
+    value: Any = model
     for key in dotted.split("."):
-        found = getattr(found, key)
-    return found
+        value = getattr(value, key)
+    return value
 
 
 class _QueryScale:
     """Gemma divides queries by the root of a number that config.json gives, not of the head dim."""
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        scalar = given.pop("query_pre_attn_scalar")
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        scalar = entries.pop("query_pre_attn_scalar")
         same = scalar == values["attention"].get("head_dim")
         return {} if same else {"attention": {"scale": scalar**-0.5}}
 
@@ -113,7 +113,7 @@ class _QueryScale:
 class _WholeHeads:
     """Some classes of transformers refuse a d_model that num_heads does not divide, although they need no such rule."""
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -125,8 +125,8 @@ class _WholeHeads:
 class _ScoreMultiplier:
     """Granite's config.json always has the scale of attention's scores."""
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return {"attention": {"scale": given.pop("attention_multiplier")}}
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {"attention": {"scale": entries.pop("attention_multiplier")}}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         attention = model.attention
@@ -145,8 +145,8 @@ class _Activation:
         "silu": "silu",
     }
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        name = given.pop("hidden_act")
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        name = entries.pop("hidden_act")
         if name not in self._NAMES:
             raise InputError(f"{where}: hidden_act = {name!r}, and jaxlm has {_either(tuple(self._NAMES))} alone")
         return {"feed_forward": {"activation": self._NAMES[name]}}
@@ -159,7 +159,7 @@ class _Activation:
 class _InnerWidth:
     """GPT-2 leaves out d_ff, which is four times d_model."""
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {} if "d_ff" in values["feed_forward"] else {"feed_forward": {"d_ff": 4 * values["d_model"]}}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -169,8 +169,8 @@ class _InnerWidth:
 class _LogitsScaling:
     """Granite divides logits."""
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return {"logit_scale": 1.0 / given.pop("logits_scaling")}
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {"logit_scale": 1.0 / entries.pop("logits_scaling")}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         return {"logits_scaling": 1.0 / model.logit_scale}
@@ -179,8 +179,8 @@ class _LogitsScaling:
 class _ParallelResidual:
     """GPT-NeoX has attention and feed-forward in parallel, or one after the other."""
 
-    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return {"residual": "parallel" if given.pop("use_parallel_residual") else "sequential"}
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {"residual": "parallel" if entries.pop("use_parallel_residual") else "sequential"}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         return {"use_parallel_residual": model.residual == "parallel"}

@@ -77,7 +77,7 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
     graph, abstract = model_tree.abstract(model)
     shapes = {path: leaf.shape for path, leaf in model_tree.paths(model_tree.shapes(abstract)).items()}
     stacks = _stacks(graph, abstract)
-    found: dict[str, TensorBinding] = {}
+    bindings: dict[str, TensorBinding] = {}
     for rule in rules:
         for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, None))]:
             named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in rule.paths]
@@ -85,15 +85,17 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
                 continue
             places = tuple(_place(name, index, shapes, model.layers[layer].rope_dim) for name in named)
             binding = TensorBinding(rule.name.replace("{l}", str(layer)), places, rule.pattern)
-            if binding.name in found:
+            if binding.name in bindings:
                 raise ValueError(f"two rules name {binding.name}")
-            found[binding.name] = binding
-    covered = [(place.path, place.index) for binding in found.values() for place in binding.places if not place.start]
+            bindings[binding.name] = binding
+    covered = [
+        (place.path, place.index) for binding in bindings.values() for place in binding.places if not place.start
+    ]
     whole = [(path, i) for path, shape in shapes.items() for i in (range(shape[0]) if _is_stack(path) else [None])]
     if sorted(covered, key=str) != sorted(whole, key=str):
         left = sorted({path for path, _ in set(whole) ^ set(covered)})
         raise ValueError(f"no rule, or more than one, for {', '.join(left) or 'an array'}")
-    return found
+    return bindings
 
 
 def _place(name: str, index: int | None, shapes: Mapping[str, tuple[int, ...]], rotated: int) -> TensorPlace:

@@ -96,9 +96,9 @@ def complete(folder: Path, rows: int) -> Path:
     for file in (*sources, *beside):
         content = file.read_bytes() if file.is_file() else b""
         digest.update(f"\n{file.name} {len(content)}\n".encode() + content)
-    made = Path(default_cache(), "tokenizers", f"{digest.hexdigest()}.json").expanduser()
-    if made.is_file():
-        return made
+    cache_file = Path(default_cache(), "tokenizers", f"{digest.hexdigest()}.json").expanduser()
+    if cache_file.is_file():
+        return cache_file
     special = SpecialTokens(folder)
     own = read_json(sources[0]) if sources[0].name == TOKENIZER else None
     try:
@@ -108,12 +108,12 @@ def complete(folder: Path, rows: int) -> Path:
     if described is None:
         return sources[0]
     try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        replace(made, json.dumps(described, ensure_ascii=False))
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        replace(cache_file, json.dumps(described, ensure_ascii=False))
     except OSError as error:
         why = error.strerror or error
-        raise InputError(f"{made} cannot be written ({why}); set XDG_CACHE_HOME to a folder that can") from None
-    return made
+        raise InputError(f"{cache_file} cannot be written ({why}); set XDG_CACHE_HOME to a folder that can") from None
+    return cache_file
 
 
 def template(token: str, number: int) -> dict[str, Any]:
@@ -146,14 +146,14 @@ def _completed(described: dict[str, Any], special: SpecialTokens, rows: int) -> 
 
 def _converted(sources: list[Path], special: SpecialTokens, rows: int) -> dict[str, Any]:
     """Return the content of a tokenizer.json that is converted from files of another format and verified."""
-    made = _convert(sources, special)
-    described = json.loads(made.backend.to_str())
+    converted = _convert(sources, special)
+    described = json.loads(converted.backend.to_str())
     special.complete(described, rows)
     begins, backend = special.settings.get("add_bos_token"), _made(described)
-    begin = next(iter(special.begin_names), made.begin) if begins else made.begin
+    begin = next(iter(special.begin_names), converted.begin) if begins else converted.begin
     if begins is not False and begin is not None and (number := backend.token_to_id(begin)) is not None:
         described["post_processor"] = template(begin, number)
-    conversion.verify(made, Tokenizer(backend))
+    conversion.verify(converted, Tokenizer(backend))
     return described
 
 

@@ -55,14 +55,14 @@ def of_ranks(ranks: Mapping[bytes, int], specials: Mapping[str, int], begin: str
     split = _split(backend, how)
 
     def ids(text: str) -> list[int]:
-        found: list[int] = []
+        token_ids: list[int] = []
         for word in map(str.encode, split(text)):
             whole = ranks.get(word)
             parts = (
                 [word] if whole is not None else merged((word[i : i + 1] for i in range(len(word))), _rank_in(ranks))
             )
-            found += [ranks[part] for part in parts]
-        return found
+            token_ids += [ranks[part] for part in parts]
+        return token_ids
 
     backend.decoder = decoders.ByteLevel()
     add_special(backend, specials)

@@ -45,14 +45,14 @@ class CharacterTable:
 
     def replaced(self, text: str) -> str:
         """Return a text after replacing, from its start on, the longest entry at each position."""
-        content, found, at = text.encode(), b"", 0
+        content, output, at = text.encode(), b"", 0
         while at < len(content):
             size, replacement = self._longest(content, at)
             if not size:  # one character, as it is
                 size = len(content[at : at + 4].decode(errors="ignore")[0].encode())
                 replacement = content[at : at + size]
-            found, at = found + replacement, at + size
-        return found.decode()
+            output, at = output + replacement, at + size
+        return output.decode()
 
     def _longest(self, content: bytes, start: int) -> tuple[int, bytes]:
         node, size, value = 0, 0, 0

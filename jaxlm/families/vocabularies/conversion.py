@@ -47,23 +47,23 @@ class Conversion(NamedTuple):
     unknown: int | None = None
 
 
-def verify(made: Conversion, tokenizer: Tokenizer) -> None:
+def verify(conversion: Conversion, tokenizer: Tokenizer) -> None:
     """Raise InputError if a text of the probe gets other ids than in the original format, gets the id of a control
     token, or differs after decoding.
 
     Args:
       tokenizer: the tokenizer that was made from the conversion.
     """
-    controls = {*tokenizer.controls.values()} - {made.unknown}
-    made.backend.encode_special_tokens = True  # of a text that spells one, no part is one
+    controls = {*tokenizer.controls.values()} - {conversion.unknown}
+    conversion.backend.encode_special_tokens = True  # of a text that spells one, no part is one
     for text in (*PROBE, " ".join([*tokenizer.controls][:_NAMED])):
-        expected = made.ids(text)
-        if expected is not None and made.backend.encode(text, add_special_tokens=False).ids != list(expected):
+        expected = conversion.ids(text)
+        if expected is not None and conversion.backend.encode(text, add_special_tokens=False).ids != list(expected):
             raise InputError(f"it cannot be converted: {text!r} has other tokens in its own format")
         (ids,) = tokenizer.encode_batch([text])
         if controls.intersection(ids):
             raise InputError(f"it cannot be converted: a control token is made of the text {text!r}")
-        if made.unknown not in ids and tokenizer.decode(ids) != made.restored(text):
+        if conversion.unknown not in ids and tokenizer.decode(ids) != conversion.restored(text):
             raise InputError(f"it cannot be converted: decoding does not give back {text!r}")
 
 
@@ -94,9 +94,9 @@ def merged(symbols: Iterable[Any], rank: Callable[[Any, Any], float | None]) -> 
 def table_in(content: bytes) -> dict[str, Any]:
     """Return the table in JSON. Raises InputError if there is none."""
     try:
-        found = json.loads(content)
+        table = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InputError(f"it is not valid JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise InputError("it holds no table")
-    return found
+    return table

@@ -30,10 +30,10 @@ def convert(vocabulary: bytes, merges: bytes, kind: Any) -> Conversion:
         known = ", ".join(filter(None, _SPLITTINGS))
         raise InputError(f"it is of tokenizer_class {kind!r}, whose pattern is in code; jaxlm knows {known}")
     try:
-        found, lines = table_in(vocabulary), merges.decode().split("\n")
+        id_of, lines = table_in(vocabulary), merges.decode().split("\n")
     except UnicodeDecodeError:
         raise InputError("the merges beside it are not UTF-8") from None
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in found.values()):
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in id_of.values()):
         raise InputError("it has ids that are no numbers")
     pairs = []
     for number, line in enumerate(lines, 1):
@@ -41,5 +41,5 @@ def convert(vocabulary: bytes, merges: bytes, kind: Any) -> Conversion:
             continue
         left, _, right = line.rstrip().partition(" ")
         pairs.append((left, right))
-    specials = [END_OF_TEXT] if END_OF_TEXT in found else []
-    return byte_level.of_merges(found, pairs, specials, how)
+    specials = [END_OF_TEXT] if END_OF_TEXT in id_of else []
+    return byte_level.of_merges(id_of, pairs, specials, how)

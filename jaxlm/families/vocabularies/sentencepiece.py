@@ -128,22 +128,22 @@ class SentencePieceModel:
         without an id for texts, such as a control token: a tokenizer.json would cut the text there."""
         if self.kind == "unigram" and any(piece.text in text for piece in self.pieces if piece.text not in self.id_of):
             return None
-        found: list[int] = []
+        token_ids: list[int] = []
         for part in self._parts(self.normalized(text)):
             if part in self._user_defined:
-                found.append(self.id_of[part])
+                token_ids.append(self.id_of[part])
             else:
                 for piece in self._merged(part) if self.kind == "bpe" else self._likeliest(part):
-                    self._append(found, piece)
-        return found
+                    self._append(token_ids, piece)
+        return token_ids
 
-    def _append(self, found: list[int], piece: str) -> None:
+    def _append(self, token_ids: list[int], piece: str) -> None:
         if piece in self.id_of:
-            found.append(self.id_of[piece])
+            token_ids.append(self.id_of[piece])
         elif self.byte_fallback:
-            found += [self._byte[byte] for byte in piece.encode()]
-        elif found[-1:] != [self.unknown]:
-            found.append(self.unknown)
+            token_ids += [self._byte[byte] for byte in piece.encode()]
+        elif token_ids[-1:] != [self.unknown]:
+            token_ids.append(self.unknown)
 
     @cached_property
     def _byte(self) -> dict[int, int]:

@@ -40,16 +40,16 @@ def convert(content: bytes) -> Conversion:
 def _names(specials: Any, reserved: int) -> dict[str, int]:
     """Return the ids of the special tokens by name; reserved ids get a filler name."""
     if specials is None:
-        given = dict(enumerate(_SPECIALS))
+        names = dict(enumerate(_SPECIALS))
     elif isinstance(specials, list) and all(isinstance(entry, dict) for entry in specials):
-        given = {entry.get("rank"): entry.get("token_str") for entry in specials}
+        names = {entry.get("rank"): entry.get("token_str") for entry in specials}
     else:
-        given = {}
-    texts = all(isinstance(text, str) and text for text in given.values())
-    if not given or not texts or not {*given} <= {*range(reserved)} or len({*given.values()}) != len(given):
+        names = {}
+    texts = all(isinstance(text, str) and text for text in names.values())
+    if not names or not texts or not {*names} <= {*range(reserved)} or len({*names.values()}) != len(names):
         raise InputError(f"it has special tokens that are not {reserved:,} or fewer of different names and ranks")
-    fillers = {number: _FILLER.format(number) for number in range(reserved) if number not in given}
-    return {text: number for number, text in sorted({**given, **fillers}.items())}
+    fillers = {number: _FILLER.format(number) for number in range(reserved) if number not in names}
+    return {text: number for number, text in sorted({**names, **fillers}.items())}
 
 
 def _bytes(entry: Any, rank: int) -> bytes:

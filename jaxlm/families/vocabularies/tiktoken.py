@@ -35,14 +35,14 @@ def read(content: bytes) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
-        found = _LINE.fullmatch(line.rstrip())
+        match = _LINE.fullmatch(line.rstrip())
         try:
-            token = base64.b64decode(found[1], validate=True) if found else b""
+            token = base64.b64decode(match[1], validate=True) if match else b""
         except binascii.Error:
             token = b""
-        if found is None or not token or token in ranks:
+        if match is None or not token or token in ranks:
             raise InputError(f"its line {number} is no byte string in base64 with its rank, or comes twice")
-        ranks[token] = int(found[2])
+        ranks[token] = int(match[2])
         if len(ranks) > MOST_TOKENS:
             raise InputError(f"it has more than {MOST_TOKENS:,} tokens")
     return ranks

@@ -87,10 +87,10 @@ class ChatTemplate:
             if name not in self.reads:
                 read = ", ".join(sorted(self.reads)) or "none"
                 raise InputError(f"chat_template_kwargs: {self.name} reads no {name!r}; what it reads is {read}")
-        found = copy.copy(self)
-        found.variables = self.variables | dict(kwargs)
-        found.__dict__.pop("stop_token_ids", None)  # of the former variables
-        return found
+        template = copy.copy(self)
+        template.variables = self.variables | dict(kwargs)
+        template.__dict__.pop("stop_token_ids", None)  # of the former variables
+        return template
 
     def encode(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> list[int]:
         """Return the token ids of a conversation. Nothing is put before them: a template writes its own beginning.
@@ -130,8 +130,8 @@ class ChatTemplate:
 
     def _pieces(self, messages: Sequence[Message], reply: bool, tools: Sequence[Any] | None) -> Iterator[str | int]:
         """Yield what the template writes: texts, and the ids of control tokens between them."""
-        given = {"messages": list(messages), "tools": list(tools) if tools else None}
-        used = set(json.dumps(given, ensure_ascii=False)) if self._control else set()
+        context = {"messages": list(messages), "tools": list(tools) if tools else None}
+        used = set(json.dumps(context, ensure_ascii=False)) if self._control else set()
         free = iter(character for character in _STAND_INS if character not in used)
         stands_for: dict[str, str] = {}
 
@@ -143,7 +143,7 @@ class ChatTemplate:
                 raise InputError("the messages hold every code point that could stand for a control token in them")
             return stands_for[first] + match[0][1:]
 
-        shown = _mapped(given, lambda text: self._control.sub(hidden, text)) if self._control else given
+        shown = _mapped(context, lambda text: self._control.sub(hidden, text)) if self._control else context
         try:
             text = self._template.render(**self.variables, **shown, add_generation_prompt=reply)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
@@ -250,13 +250,13 @@ def _environment(now: Callable[[], datetime.datetime]) -> ImmutableSandboxedEnvi
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    found = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
-    found.filters["tojson"] = to_json
-    found.globals["raise_exception"] = raise_exception
-    found.globals["strftime_now"] = lambda form: now().strftime(form)
-    return found
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
 
 
 class _Generation(Extension):

@@ -181,11 +181,11 @@ class DataConfig(Section):
 
     def described(self) -> dict[str, SourceConfig]:
         """Return the sources with defaults filled in, by the key of their text. Weights sum to 1."""
-        given = {f"data.sources.{name}.{source.kind}": source for name, source in self.sources.items()}
-        if not given:
+        sources = {f"data.sources.{name}.{source.kind}": source for name, source in self.sources.items()}
+        if not sources:
             single = SourceConfig(**{kind: getattr(self, kind) for kind in (*_KINDS, "validation")})
-            given = {f"data.{single.kind}": single}
-        total = sum(source.weight for source in given.values())
+            sources = {f"data.{single.kind}": single}
+        total = sum(source.weight for source in sources.values())
         return {
             key: SourceConfig(
                 **{kind: getattr(source, kind) for kind in (*_KINDS, "validation")},
@@ -194,5 +194,5 @@ class DataConfig(Section):
                 if_missing=source.if_missing or self.if_missing,
                 weight=source.weight / total,
             )
-            for key, source in given.items()
+            for key, source in sources.items()
         }

@@ -42,15 +42,15 @@ class Conversation(NamedTuple):
         if tools is not None and not isinstance(tools, list):
             raise NotAConversation("has tools that are no list")
         if "messages" in record:
-            found = cls(_messages(record["messages"], "messages"), tools)
+            conversation = cls(_messages(record["messages"], "messages"), tools)
         elif "prompt" in record and "completion" in record:
             before = said(record["prompt"], "user", "prompt")
-            found = cls(before + said(record["completion"], ASSISTANT, "completion"), tools, len(before))
+            conversation = cls(before + said(record["completion"], ASSISTANT, "completion"), tools, len(before))
         else:
             raise NotAConversation(f"has no {_FORMS}, but {', '.join(map(repr, list(record)[:8])) or 'nothing'}")
-        if not any(map(found.is_learned, range(len(found.messages)))):
+        if not any(map(conversation.is_learned, range(len(conversation.messages)))):
             raise NotAConversation("has no message of the assistant to learn")
-        return found
+        return conversation
 
     def to_json(self) -> str:
         """Return a text that `from_json` reads."""
@@ -103,11 +103,11 @@ class Preference(NamedTuple):
         alike = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
         alike = 0 if "prompt" in record else alike
         tools = record.get("tools") or None
-        found = cls(*(Conversation(before + messages, tools, len(before) + alike) for messages in both))
-        for key, conversation in found._asdict().items():
+        preference = cls(*(Conversation(before + messages, tools, len(before) + alike) for messages in both))
+        for key, conversation in preference._asdict().items():
             if not any(map(conversation.is_learned, range(len(conversation.messages)))):
                 raise NotAConversation(f"has no answer of the assistant in {key}")
-        return found
+        return preference
 
     def to_json(self) -> str:
         """Return a text that `from_json` reads."""
@@ -144,19 +144,19 @@ def encode(conversation: Conversation, template: ChatTemplate) -> Encoded:
     for number in filter(conversation.is_learned, range(len(messages))):
         before, after = shown(number, True), shown(number + 1, False)
         if after[: len(before)] != before or tokens[: len(after)] != after:
-            told = json.dumps(messages[number]["content"], ensure_ascii=False)[:80]
+            excerpt = json.dumps(messages[number]["content"], ensure_ascii=False)[:80]
             begun = template.render(plain[:number], reply=True, tools=tools)
             whole = template.render(plain[: number + 1], reply=False, tools=tools)
             if whole.startswith(begun) and after[: len(before)] != before:
                 raise InputError(
                     f"{template.name} ends with {json.dumps(begun[-16:], ensure_ascii=False)} where message "
                     f"{number + 1} begins, whose first letters become one token with it; give a data.chat_template "
-                    f"whose text before an answer ends without a blank, or with a control token: {told}"
+                    f"whose text before an answer ends without a blank, or with a control token: {excerpt}"
                 )
             raise InputError(
                 f"{template.name} shows message {number + 1} otherwise once its answer or others follow, so that no "
                 "tokens are its answer; give a data.chat_template whose text only grows, or conversations of one "
-                f"answer: {told}"
+                f"answer: {excerpt}"
             )
         learned[len(before) : _end_of_turn(after, len(before), template)] = True
     return Encoded(np.array(tokens, np.uint32), learned)
@@ -200,17 +200,17 @@ class ConversationEncoder:
         return self._encode(list(map(Conversation.from_json, documents)))
 
     def _encode(self, conversations: Sequence[Conversation]) -> tuple[list[np.ndarray], Counter[str]]:
-        found: list[np.ndarray] = []
+        encoded: list[np.ndarray] = []
         sizes = Counter(learned_targets=0, predicted_bytes=0, dropped_bytes=0, unknown_tokens=0)
         for conversation in conversations:
             tokens, learned = encode(conversation, self._template)
-            found.append(np.where(learned, tokens | LEARNED, tokens))
+            encoded.append(np.where(learned, tokens | LEARNED, tokens))
             answers = tokens[1:][learned[1:]]
             sizes["learned_targets"] += len(answers)
             sizes["predicted_bytes"] += len(self._tokenizer.decode(answers.tolist()).encode())
             if self._tokenizer.unknown is not None:
                 sizes["unknown_tokens"] += int(np.count_nonzero(tokens == self._tokenizer.unknown))
-        return found, sizes
+        return encoded, sizes
 
 
 class PreferenceEncoder(ConversationEncoder):

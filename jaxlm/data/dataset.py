@@ -72,19 +72,19 @@ def prepare(
     sources, cache = find_sources(data, say), _Cache(data, say, progress)
     try:
         tokenizer = _fitting(tokenizer or cache.tokenizer(sources, vocabulary), vocabulary)
-        found = {source.name: cache.split(source, tokenizer) for source in sources}
+        splits = {source.name: cache.split(source, tokenizer) for source in sources}
     except BrokenProcessPool:
         raise InputError(
             "a process that reads text was killed, perhaps for lack of memory; restart to resume"
         ) from None
     identity = [tokenizer.to_json()]
-    for name, (source, digest) in found.items():
+    for name, (source, digest) in splits.items():
         for side, store in (("training", source.train), ("held-out", source.held_out)):
             if not store.targets:  # a loss over no targets would look perfect
                 raise InputError(f"data.held_out = {data.held_out} leaves no target in the {side} text; give more text")
         identity += [name, str(source.weight), digest]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return Dataset(tokenizer, {name: source for name, (source, _) in found.items()}, digest)
+    return Dataset(tokenizer, {name: source for name, (source, _) in splits.items()}, digest)
 
 
 def tokenize_whole(
@@ -202,8 +202,8 @@ class _Cache:
             beside = next((place for place in places if (place / chat_template.SETTINGS).is_file()), folder)
             return chat_template.read(expanded(path, "data.chat_template"), beside, tokenizer)
         for place in places:
-            if (found := chat_template.load(place, tokenizer)) is not None:
-                return found
+            if (template := chat_template.load(place, tokenizer)) is not None:
+                return template
         raise InputError(f"{source.key}: there is no chat template in {folder}; set data.chat_template to a Jinja file")
 
     def _report_skipped(self, source: Source, skipped: SkippedDocuments) -> None:

@@ -274,15 +274,15 @@ def _without_nested(line: str) -> str:
     has no end.
     """
     kept, depth, end = [], 0, 0
-    for found in _BRACKET.finditer(line):
-        if found[0] in ("[", "{"):
+    for bracket in _BRACKET.finditer(line):
+        if bracket[0] in ("[", "{"):
             depth += 1
             if depth == 2:
-                kept.append(f"{line[end : found.start()]}null")
-        elif found[0] in ("]", "}"):
+                kept.append(f"{line[end : bracket.start()]}null")
+        elif bracket[0] in ("]", "}"):
             depth -= 1
             if depth == 1:
-                end = found.end()
+                end = bracket.end()
     if depth:
         raise ValueError(f"{depth:,} brackets are not closed")
     return "".join([*kept, line[end:]])
@@ -335,20 +335,20 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            given, self._given = self._given or self._file.read(_COMPRESSED_READ_BYTES), b""
-            if not given:
+            chunk, self._given = self._given or self._file.read(_COMPRESSED_READ_BYTES), b""
+            if not chunk:
                 if self._frame is not None:
                     raise EOFError("the last frame has no end")
                 return 0
             if self._frame is None:
-                given = given.lstrip(self._padding) if self._fed else given
-                if not given:
+                chunk = chunk.lstrip(self._padding) if self._fed else chunk
+                if not chunk:
                     continue
                 self._frame = self._begin()
-            self._ready = memoryview(self._frame.decompress(given))
+            self._ready = memoryview(self._frame.decompress(chunk))
             if self._frame.eof:
                 self._given, self._frame = self._frame.unused_data, None
-            self._fed += len(given) - len(self._given)
+            self._fed += len(chunk) - len(self._given)
             self.used = self._fed if self._ready else self.used
         taken = self._ready[: len(buffer)]
         buffer[: len(taken)], self._ready = taken, self._ready[len(taken) :]

@@ -26,8 +26,8 @@ def fetch(
     Files that are complete, also those of an interrupted earlier call, are not fetched again. Raise InputError, naming
     `key`, if the dataset cannot be read.
     """
-    asked = _NAME.fullmatch(entry)
-    if asked is None:
+    address = _NAME.fullmatch(entry)
+    if address is None:
         raise InputError(
             f"{key}: {entry} is not a dataset; write hf:OWNER/NAME, followed by :CONFIG and @SPLIT as needed"
         )
@@ -42,7 +42,7 @@ def fetch(
         return files
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        rows = _rows(asked, field, len(files) * _ROWS_PER_FILE, documents, key, entry)
+        rows = _rows(address, field, len(files) * _ROWS_PER_FILE, documents, key, entry)
         for number in count(len(files)):
             written = _write(directory / f"{number:06d}.jsonl.zst", islice(rows, _ROWS_PER_FILE))
             say(f"{entry}: {number * _ROWS_PER_FILE + written:,} of {documents:,} documents fetched")
@@ -52,13 +52,15 @@ def fetch(
     return sorted(directory.glob("*.jsonl.zst"))
 
 
-def _rows(asked: re.Match, field: str, first: int, end: int, key: str, entry: str) -> Iterator[dict[str, Any]]:
+def _rows(address: re.Match, field: str, first: int, end: int, key: str, entry: str) -> Iterator[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
         raise InputError(f"{key}: {entry} needs the package datasets: pip install 'jaxlm[hf]'") from None
     try:
-        stream = datasets.load_dataset(asked["path"], asked["name"], split=asked["split"] or "train", streaming=True)
+        stream = datasets.load_dataset(
+            address["path"], address["name"], split=address["split"] or "train", streaming=True
+        )
         for row in stream.skip(first).take(max(end - first, 0)):
             if field not in row:
                 raise InputError(f'{key}: {entry} has no field "{field}", but {named(row)}')

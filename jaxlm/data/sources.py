@@ -61,7 +61,7 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
 
     Raise InputError for an entry that matches nothing, or no text.
     """
-    found = []
+    sources = []
     for key, source in data.described().items():
         name, records = key.split(".")[-2], None if source.kind == "text" else RecordKind(source.kind)
         field, suffixes = (source.field, SUFFIXES) if records is None else (records, RECORDS)
@@ -76,8 +76,8 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
             validation = Source(name, key_of_validation, held_out, field, None, source.weight, 1.0)
         of_its_own = 0.0 if validation else data.held_out
         stamped = files(source.entries, key)
-        found.append(Source(name, key, stamped, field, source.documents, source.weight, of_its_own, validation))
-    return found
+        sources.append(Source(name, key, stamped, field, source.documents, source.weight, of_its_own, validation))
+    return sources
 
 
 def _files(

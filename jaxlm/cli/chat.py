@@ -43,12 +43,12 @@ def add_template_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _kwargs(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"""{text!r} is no JSON object, such as '{{"enable_thinking": false}}'""")
-    return found
+    return value
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -63,13 +63,13 @@ def check(arguments: argparse.Namespace) -> None:
 
 def conversations(given: "list[Prompt]", system: str | None) -> "list[Prompt]":
     """Return prompts as conversations, after the system message. Raises InputError for one that has another."""
-    found: list[Prompt] = []
+    chats: list[Prompt] = []
     for number, prompt in enumerate(given, 1):
         messages = [_message("user", prompt)] if isinstance(prompt, str) else prompt
         if system is not None and any(message["role"] == "system" for message in messages):
             raise InputError(f"conversation {number} has a system message of its own; leave out --system")
-        found.append([*_beginning(system), *messages])
-    return found
+        chats.append([*_beginning(system), *messages])
+    return chats
 
 
 def converse(
@@ -92,27 +92,27 @@ def converse(
         if line == RESET:
             messages = _beginning(system)
             continue
-        said: list[str] = []
+        answer_texts: list[str] = []
 
-        def heard(pieces: "Iterator[TextChunk]", said: list[str] = said) -> "Iterator[TextChunk]":
+        def heard(pieces: "Iterator[TextChunk]", answer_texts: list[str] = answer_texts) -> "Iterator[TextChunk]":
             for piece in pieces:
-                said.append(piece.text or "")
+                answer_texts.append(piece.text or "")
                 yield piece
                 if piece.finish_reason == "length":
                     print("jaxlm: the answer is cut off; --max-tokens N lets it be longer", file=sys.stderr)
 
-        asked = [*messages, _message("user", line)]
+        conversation = [*messages, _message("user", line)]
         try:
-            _check_room(model, asked, max_tokens)
-            show(heard(answers(asked, turn)))
+            _check_room(model, conversation, max_tokens)
+            show(heard(answers(conversation, turn)))
         except KeyboardInterrupt:
             print()
-            if not any(said):
+            if not any(answer_texts):
                 continue
         except InputError as error:
             print(f"jaxlm: {in_one_line(error)}", file=sys.stderr)
             continue
-        messages = [*asked, _message("assistant", "".join(said))]
+        messages = [*conversation, _message("assistant", "".join(answer_texts))]
 
 
 def _check_room(model: "LoadedModel", messages: "Conversation", max_tokens: int | None) -> None:

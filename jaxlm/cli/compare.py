@@ -24,27 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if not 2 <= len(arguments.runs) <= len(ascii_uppercase):
         raise InputError(f"compare takes 2 to {len(ascii_uppercase)} runs, not {len(arguments.runs)}")
-    found = api.compare(arguments.runs, arguments.png)
+    comparison = api.compare(arguments.runs, arguments.png)
     if arguments.json:
         losses = {
             name: {scale: [row._asdict() for row in rows] for scale, rows in each._asdict().items()}
-            for name, each in (("training", found.training), ("held_out", found.held_out))
+            for name, each in (("training", comparison.training), ("held_out", comparison.held_out))
         }
-        print(json.dumps({**found._asdict(), **losses}))
+        print(json.dumps({**comparison._asdict(), **losses}))
         return 0
-    for letter, run in zip(ascii_uppercase, found.runs, strict=False):
+    for letter, run in zip(ascii_uppercase, comparison.runs, strict=False):
         print(letter, run)
-    for key, values in found.keys.items():
+    for key, values in comparison.keys.items():
         print(f"{key}: {', '.join(f'{a} {_shown(value)}' for a, value in zip(ascii_uppercase, values, strict=False))}")
-    if not found.keys:
+    if not comparison.keys:
         print("no key differs")
-    if found.unmeasured:
-        print(f"no losses to compare: none is on record of {', '.join(found.unmeasured)}")
+    if comparison.unmeasured:
+        print(f"no losses to compare: none is on record of {', '.join(comparison.unmeasured)}")
         return 0
-    for name, losses in (("training", found.training), ("held-out", found.held_out)):
-        _show(f"{name} loss at equal steps", "step", losses.steps, len(found.runs))
+    for name, losses in (("training", comparison.training), ("held-out", comparison.held_out)):
+        _show(f"{name} loss at equal steps", "step", losses.steps, len(comparison.runs))
         if [row.losses for row in losses.tokens] != [row.losses for row in losses.steps]:
-            _show(f"{name} loss at equal tokens", "tokens", losses.tokens, len(found.runs))
+            _show(f"{name} loss at equal tokens", "tokens", losses.tokens, len(comparison.runs))
     return 0
 
 

@@ -39,16 +39,16 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.config import Experiment
     from jaxlm.core.reference import tables
 
-    found = [table for table in tables(Experiment) if table.keys]
+    key_tables = [table for table in tables(Experiment) if table.keys]
     if arguments.key is not None:
-        found = _named(found, arguments.key)
+        key_tables = _named(key_tables, arguments.key)
     if arguments.json:
-        keys = dict.fromkeys(key for table in found for key in table.keys)
+        keys = dict.fromkeys(key for table in key_tables for key in table.keys)
         print(json.dumps({"keys": [key._asdict() for key in keys]}))
     elif arguments.markdown:
-        print("\n".join(_markdown(found)))
+        print("\n".join(_markdown(key_tables)))
     else:
-        _show(found)
+        _show(key_tables)
     return 0
 
 
@@ -78,19 +78,19 @@ def _list(arguments: argparse.Namespace) -> None:
     print(f"files in {bundled.FOLDER}")
 
 
-def _named(found: "list[KeyTable]", name: str) -> "list[KeyTable]":
+def _named(key_tables: "list[KeyTable]", name: str) -> "list[KeyTable]":
     """Return the tables at and under a dotted name, and those with its key, with that key alone."""
-    asked = re.sub(r"\[\d*\]", "", name).split(".")
+    segments = re.sub(r"\[\d*\]", "", name).split(".")
 
     def under(key: str) -> bool:
         parts = key.replace("[]", "").split(".")
-        return len(parts) >= len(asked) and all(p in (a, "NAME") for p, a in zip(parts, asked, strict=False))
+        return len(parts) >= len(segments) and all(p in (a, "NAME") for p, a in zip(parts, segments, strict=False))
 
-    named = [t if under(t.name) else t._replace(keys=[key for key in t.keys if under(key.key)]) for t in found]
+    named = [t if under(t.name) else t._replace(keys=[key for key in t.keys if under(key.key)]) for t in key_tables]
     if named := [table for table in named if table.keys]:
         return named
-    known = {key.key for table in found for key in table.keys} | {table.name for table in found}
-    last = [key for key in known if key.rpartition(".")[2] == asked[-1]]
+    known = {key.key for table in key_tables for key in table.keys} | {table.name for table in key_tables}
+    last = [key for key in known if key.rpartition(".")[2] == segments[-1]]
     near = difflib.get_close_matches(name, known, 1, 0.8) or sorted(last) or difflib.get_close_matches(name, known, 1)
     if name in RENAMED:
         raise InputError(f"{name} is now {RENAMED[name]}")
@@ -104,8 +104,8 @@ def _title(table: "KeyTable") -> str:
     return f'{name} kind = "{table.kind}"' if table.kind else name
 
 
-def _show(found: "list[KeyTable]") -> None:
-    for i, table in enumerate(found):
+def _show(key_tables: "list[KeyTable]") -> None:
+    for i, table in enumerate(key_tables):
         about, rows = (
             TextTable(texts(""), _title(table)),
             TextTable([*names("key"), *texts("type", "default", "meaning")]),
@@ -118,9 +118,9 @@ def _show(found: "list[KeyTable]") -> None:
         rows.print()
 
 
-def _markdown(found: "list[KeyTable]") -> Iterator[str]:
+def _markdown(key_tables: "list[KeyTable]") -> Iterator[str]:
     yield _HEAD
-    for table in found:
+    for table in key_tables:
         yield f"## {_title(table)}\n\n{table.about}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |"
         for key in table.keys:
             cells = (f"`{key.key.rpartition('.')[2]}`", key.type, key.default, key.meaning)

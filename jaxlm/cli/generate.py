@@ -62,13 +62,13 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.inference.requests import Sampling, check_seed
 
     chat.check(arguments)
-    given = prompts.given(arguments)
-    if given is None and arguments.json:
+    inputs = prompts.given(arguments)
+    if inputs is None and arguments.json:
         raise InputError("--json is of prompts that are given: add --prompt, --prompts or --token-ids")
-    if given is None and arguments.chat and arguments.num_samples != 1:
+    if inputs is None and arguments.chat and arguments.num_samples != 1:
         raise InputError("--num-samples is of prompts that are given: add --prompt or --prompts")
-    if given is not None and arguments.chat:
-        given = chat.conversations(given, arguments.system)
+    if inputs is not None and arguments.chat:
+        inputs = chat.conversations(inputs, arguments.system)
     if "" in arguments.stop:
         raise InputError("--stop '' would end every text; give at least one character")
     check_seed(arguments.seed, _option)
@@ -78,31 +78,31 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.chat:
         model.chat_template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
     sampling = model.sampling(**asked)
-    if given is None and arguments.chat:
+    if inputs is None and arguments.chat:
         _converse(model, sampling, arguments)
         return 0
-    if given is None:
+    if inputs is None:
         _interact(model, sampling, arguments)
         return 0
-    pieces = _drawn(model, given, sampling, arguments)
+    pieces = _drawn(model, inputs, sampling, arguments)
     if arguments.json:
         from jaxlm.inference.completion import completions
 
-        drawn = completions(pieces, len(given) * arguments.num_samples)
+        drawn = completions(pieces, len(inputs) * arguments.num_samples)
         rows = [
-            {"messages" if arguments.chat else "prompt": given[row // arguments.num_samples], **completion._asdict()}
+            {"messages" if arguments.chat else "prompt": inputs[row // arguments.num_samples], **completion._asdict()}
             for row, completion in enumerate(drawn)
         ]
         print(json.dumps({**(rows[0] if len(rows) == 1 else {"completions": rows}), "dtype": model.dtype}))
     else:
-        _show(pieces, given, arguments.num_samples)
+        _show(pieces, inputs, arguments.num_samples)
     return 0
 
 
 def _drawn(
-    model: "LoadedModel", given: "list[Prompt]", sampling: "Sampling", arguments: argparse.Namespace, stream: int = 0
+    model: "LoadedModel", inputs: "list[Prompt]", sampling: "Sampling", arguments: argparse.Namespace, stream: int = 0
 ) -> "Iterator[TextChunk]":
-    asked = model.requests(given, arguments.max_tokens, arguments.num_samples, sampling, arguments.stop, named=_option)
+    asked = model.requests(inputs, arguments.max_tokens, arguments.num_samples, sampling, arguments.stop, named=_option)
     return model.complete([request._replace(stream=request.stream + stream) for request in asked], arguments.seed)
 
 
@@ -127,7 +127,7 @@ def _converse(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Na
     chat.converse(model, answers, show, arguments.system, arguments.max_tokens)
 
 
-def _show(pieces: "Iterable[TextChunk]", given: "list[Prompt]", num_samples: int) -> None:
+def _show(pieces: "Iterable[TextChunk]", inputs: "list[Prompt]", num_samples: int) -> None:
     """Print texts, as they are drawn, after their prompts. Each of several has a line before it."""
     from jaxlm.inference.completion import in_order
 
@@ -135,7 +135,7 @@ def _show(pieces: "Iterable[TextChunk]", given: "list[Prompt]", num_samples: int
     for row, token, text, finish_reason in in_order(pieces):
         if row != shown:
             shown, separator = row, ""
-            print(_heading(row, given, num_samples), end="")
+            print(_heading(row, inputs, num_samples), end="")
         if text is not None:
             print(text, end="", flush=True)
         elif token is not None:
@@ -145,12 +145,12 @@ def _show(pieces: "Iterable[TextChunk]", given: "list[Prompt]", num_samples: int
             print()
 
 
-def _heading(row: int, given: "list[Prompt]", num_samples: int) -> str:
+def _heading(row: int, inputs: "list[Prompt]", num_samples: int) -> str:
     """Return the line that names a continuation, where there are several, and its prompt."""
     prompt, sample = divmod(row, num_samples)
-    names = [f"prompt {prompt + 1}"] * (len(given) > 1) + [f"sample {sample + 1}"] * (num_samples > 1)
+    names = [f"prompt {prompt + 1}"] * (len(inputs) > 1) + [f"sample {sample + 1}"] * (num_samples > 1)
     line = f"--- {', '.join(names)} ---\n" if names else ""
-    return line + (given[prompt] if isinstance(given[prompt], str) else "")
+    return line + (inputs[prompt] if isinstance(inputs[prompt], str) else "")
 
 
 def _option(field: str) -> str:

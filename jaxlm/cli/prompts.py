@@ -17,14 +17,14 @@ _STANDARD_INPUT = "-"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--prompt", action="append", type=as_utf8, metavar="TEXT", help="text to continue; may be given several times"
     )
-    given.add_argument(
+    group.add_argument(
         "--token-ids", action="append", metavar="1,2,3", help="token ids to continue; may be given several times"
     )
-    given.add_argument(
+    group.add_argument(
         "--prompts",
         type=path,
         metavar="FILE",
@@ -70,38 +70,38 @@ def _read(file: Path, chat: bool) -> list[Prompt]:
     named = f"--prompts {file}"
     try:
         content = sys.stdin.buffer.read() if str(file) == _STANDARD_INPUT else file.read_bytes()
-        found = content.decode("utf-8").replace("\r\n", "\n").removesuffix("\n").split("\n")
+        texts = content.decode("utf-8").replace("\r\n", "\n").removesuffix("\n").split("\n")
     except OSError as error:
         raise InputError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise InputError(f"{named} is not UTF-8; convert it") from None
     if not content:
         raise InputError(f"{named} is empty; give at least one prompt")
-    return _records(found, named, chat) if file.suffix == ".jsonl" else list(found)
+    return _records(texts, named, chat) if file.suffix == ".jsonl" else list(texts)
 
 
 def _records(lines: list[str], named: str, chat: bool) -> list[Prompt]:
     """Read a record in each line, of a prompt or, for a `chat`, of a message or messages."""
     from pydantic import TypeAdapter
 
-    prompt, messages, found = TypeAdapter(str if chat else str | list[int]), TypeAdapter(Conversation), []
+    prompt, messages, records = TypeAdapter(str if chat else str | list[int]), TypeAdapter(Conversation), []
     for number, line in enumerate(lines, 1):
         try:
             # A float may have any number of digits, and no id is one.
             record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
             if chat and "messages" in record:
-                found.append(messages.validate_python(record["messages"], strict=True))
-                if not found[-1] or not all(isinstance(message["role"], str) for message in found[-1]):
+                records.append(messages.validate_python(record["messages"], strict=True))
+                if not records[-1] or not all(isinstance(message["role"], str) for message in records[-1]):
                     raise ValueError
             else:
-                found.append(prompt.validate_python(record["prompt"], strict=True))
+                records.append(prompt.validate_python(record["prompt"], strict=True))
         except (ValueError, TypeError, LookupError):
             one, other = '{"prompt": "a text"}', '{"prompt": [1, 2, 3]}'
             if chat:
                 one, other = '{"messages": [{"role": "user", "content": "a text"}]}', one
             like = f"{one} or {other}"
             raise InputError(f"{named}:{number} is no record such as {like}") from None
-    return found
+    return records
 
 
 def _token_ids(text: str) -> list[int]:

@@ -17,19 +17,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    found = api.runs(arguments.folder)
+    runs = api.runs(arguments.folder)
     if arguments.json:
-        print(json.dumps({"runs": [run._asdict() for run in found]}))
+        print(json.dumps({"runs": [run._asdict() for run in runs]}))
         return 0
-    if not found:
+    if not runs:
         print(f"{arguments.folder} holds no run; jaxlm train or jaxlm import makes one")
         return 0
 
-    families, begun = any(run.family for run in found), any(run.begun_from for run in found)
+    families, begun = any(run.family for run in runs), any(run.begun_from for run in runs)
     named = names("state", "family") if families else names("state")
     columns = [*texts("run"), *named, *numbers("step", "loss", "held out", "age")]
     table = TextTable([*columns, *texts("from")] if begun else columns)
-    for run in found:
+    for run in runs:
         table.add(
             run.run,
             run.state,

@@ -178,13 +178,13 @@ def _bound(arguments: argparse.Namespace) -> "socket.socket":
     from jaxlm.server.process import listen
 
     try:
-        found = listen(arguments.host, arguments.port)
+        listener = listen(arguments.host, arguments.port)
     except OSError as error:
         place = f"--host {arguments.host} --port {arguments.port}"
         raise InputError(f"{place}: {error.strerror or error}; choose another") from None
-    if not arguments.api_key_file and not ipaddress.ip_address(found.getsockname()[0]).is_loopback:
+    if not arguments.api_key_file and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         _say("whoever reaches this address may use the model; --api-key-file asks for keys")
-    return found
+    return listener
 
 
 def _say(line: str) -> None:

@@ -22,13 +22,13 @@ def check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--out {arguments.out}: {why}")
 
 
-def give(arguments: argparse.Namespace, found: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+def give(arguments: argparse.Namespace, figures: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
     """Write the figures where they are asked for, and print them: as JSON, or as `show` does."""
     from jaxlm.core.files import replace
 
     if arguments.out:
-        replace(arguments.out, json.dumps(found, indent=1) + "\n")
+        replace(arguments.out, json.dumps(figures, indent=1) + "\n")
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
     else:
-        show(found)
+        show(figures)

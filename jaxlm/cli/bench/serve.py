@@ -159,14 +159,14 @@ def _figures(
 
     duration = max(each.ended for each in answered) - min(each.sent for each in answered)
     failed = [each.error for each in answered if each.error]
-    found = figures(good, len(failed), duration, goodput)
-    least = _bounds(arguments.on, experiment, load, found["mean_concurrency"])
+    measurements = figures(good, len(failed), duration, goodput)
+    least = _bounds(arguments.on, experiment, load, measurements["mean_concurrency"])
     return {
         "model": arguments.run.name,
         "dtype": experiment.execution.dtype,
         "load": asdict(load),
         "goodput": goodput,
-        **found,
+        **measurements,
         "errors": failed[:_SHOWN],
         "bounds": least and {"chips": arguments.on or "host", **least._asdict()},
         "environment": environment([]),
@@ -218,17 +218,17 @@ def _load(arguments: argparse.Namespace) -> "Load":
     ).check()
 
 
-def _goodput(asked: list[str]) -> dict[str, float]:
+def _goodput(entries: list[str]) -> dict[str, float]:
     """Return the most milliseconds by metric. Raises InputError for what names none."""
     from jaxlm.server.load.figures import METRICS
 
-    found = {}
-    for each in asked:
+    limits = {}
+    for each in entries:
         name, _, most = each.partition(":")
         if name not in METRICS or not most.replace(".", "", 1).isdecimal():
             raise InputError(f"--goodput {each!r} must be one of {', '.join(METRICS)} with milliseconds: ttft:500")
-        found[name] = float(most)
-    return found
+        limits[name] = float(most)
+    return limits
 
 
 def _key(file: Path | None) -> str | None:
@@ -245,25 +245,27 @@ def _key(file: Path | None) -> str | None:
     return keys[0]
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     from jaxlm.cli.tables import TextTable, names, numbers
     from jaxlm.server.load.figures import METRICS
 
-    load, least = found["load"], found["bounds"]
+    load, least = report["load"], report["bounds"]
     at = f"{load['rate']:g} requests/s" if load["rate"] else f"{load['concurrency']} at a time"
-    title = f"{found['model']}: {load['input_tokens']} + {load['output_tokens']} tokens, {load['kind']}, {at}"
+    title = f"{report['model']}: {load['input_tokens']} + {load['output_tokens']} tokens, {load['kind']}, {at}"
     table = TextTable([*names("milliseconds"), *numbers("mean", "p50", "p90", "p99", "bound")], title)
     for name in METRICS:
-        values = [found[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p90", "p99")]
+        values = [report[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p90", "p99")]
         bound = least and least.get(name) and 1e3 * least[name]
         table.add(_LABELS[name], *("–" if ms is None else f"{ms:,.3g}" for ms in (*values, bound)))
     table.print()
     of_bound = f", at most {least['output_throughput']:,.0f} on {least['chips']}" if least else ""
-    print(f"{found['completed']} requests in {found['duration']:.1f} s: {found['request_throughput']:.2f} requests/s")
-    print(f"{found['output_throughput']:,.0f} output tokens/s{of_bound}")
-    if "request_goodput" in found:
-        print(f"goodput: {found['request_goodput']:.2f} requests/s")
-    if found["failed"]:
-        print(f"{found['failed']} requests failed: {found['errors'][0]}")
+    print(
+        f"{report['completed']} requests in {report['duration']:.1f} s: {report['request_throughput']:.2f} requests/s"
+    )
+    print(f"{report['output_throughput']:,.0f} output tokens/s{of_bound}")
+    if "request_goodput" in report:
+        print(f"goodput: {report['request_goodput']:.2f} requests/s")
+    if report["failed"]:
+        print(f"{report['failed']} requests failed: {report['errors'][0]}")
     if not least:
         print("no bounds: this machine is not calibrated (jaxlm hardware host --measure), and --on names no chips")

@@ -68,15 +68,15 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
 
 def say_counted(counted: Counted) -> str:
     """Return the line that is printed before the first step."""
-    said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {units.memory(counted.memory.total)} on each device"
+    line = f"counted: {counted.flops.model:.3g} model FLOPs a step, {units.memory(counted.memory.total)} on each device"
     if counted.time is not None:
-        said += f", {units.seconds(counted.time.lower_bound)} to {units.seconds(counted.time.upper_bound)} a step"
+        line += f", {units.seconds(counted.time.lower_bound)} to {units.seconds(counted.time.upper_bound)} a step"
     if counted.capacity is not None and counted.memory.total > counted.capacity:
-        said += (
+        line += (
             f"; a device has {units.memory(counted.capacity)}, and may run out of it: lower training.batch, or raise "
             "training.microbatches"
         )
-    return said
+    return line
 
 
 def say_replicated(work: Workload) -> str | None:

@@ -62,15 +62,15 @@ def points(work: Workload, chip: Chip) -> list[Point]:
         # One kernel computes both products, and only the first is counted with its traffic.
         in_kernel = op.kernel and op.product
         scopes.setdefault(f"{op.scope.rpartition('/')[0]}/kernel" if in_kernel else op.scope, []).append(op)
-    bandwidth, found = chip.memory_bytes_per_s, []
+    bandwidth, scope_points = chip.memory_bytes_per_s, []
     for scope, ops in scopes.items():
         peak = chip.peak(dtype_of(ops[0], work))
         seconds = sum(op.times * max(op.least_flops / peak, op.least_bytes / bandwidth) for op in ops)
         flops = sum(op.times * op.least_flops for op in ops)
         moved = sum(op.times * op.least_bytes for op in ops)
-        found.append(Point(scope, flops, moved, seconds, 0.0, peak, bandwidth))
-    whole = sum(point.seconds for point in found)
-    shared = (point._replace(share=point.seconds / whole) for point in found)
+        scope_points.append(Point(scope, flops, moved, seconds, 0.0, peak, bandwidth))
+    whole = sum(point.seconds for point in scope_points)
+    shared = (point._replace(share=point.seconds / whole) for point in scope_points)
     return sorted(shared, key=lambda point: -point.seconds)
 
 
@@ -117,8 +117,8 @@ def rooflines(axes: Axes, chips: Sequence[Chip], dtype: str = "bfloat16", intens
 def operations_on_roof(axes: Axes, work: Workload, chip: Chip) -> None:
     """Draw the operations of a step under the roofline of a chip; the area grows with the time. The longest are
     labelled on the right, operations without products last."""
-    found = points(work, chip)
-    products = [point for point in found if point.flops]
+    scope_points = points(work, chip)
+    products = [point for point in scope_points if point.flops]
     rooflines(axes, [chip], work.dtype, (point.intensity for point in products))
     ridge, peak, bandwidth = chip.intensity(work.dtype), chip.peak(work.dtype), chip.memory_bytes_per_s
     low = min(point.flops_per_s for point in products)
@@ -132,7 +132,7 @@ def operations_on_roof(axes: Axes, work: Workload, chip: Chip) -> None:
         axes.scatter(xs, ys, [20 + 900 * point.share for point in mine], color, alpha=0.6, lw=0, zorder=3)
         axes.scatter([], [], 60, color, alpha=0.6, lw=0, label=f"bound by {bound}")
     axes.legend(handles=axes.collections[1::2], frameon=False, loc="upper left", fontsize=9)
-    _name(axes, [point for point in found if point.share >= _LEAST_SHARE][:_NAMED])
+    _name(axes, [point for point in scope_points if point.share >= _LEAST_SHARE][:_NAMED])
 
 
 def _name(axes: Axes, named: Sequence[Point]) -> None:

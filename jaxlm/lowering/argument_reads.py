@@ -31,12 +31,12 @@ def argument_reads(program: HloProgram) -> list[ArgumentRead]:
 
     An array that is updated in place stays the argument. What lies in faster memory is read there for nothing.
     """
-    found = []
+    reads = []
     runs = loops.times(program)
     for parameter in program.entry.parameters:
         reader = _ArgumentReader(program, runs)
         reader.follow(program.entry, parameter.name, ())
-        found.append(
+        reads.append(
             ArgumentRead(
                 parameter.op_name or parameter.name,
                 sum(array.bytes for array in parameter.arrays),
@@ -45,7 +45,7 @@ def argument_reads(program: HloProgram) -> list[ArgumentRead]:
                 sum(copied for _, copied in reader.found.values()),
             )
         )
-    return found
+    return reads
 
 
 @dataclass

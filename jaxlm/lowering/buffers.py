@@ -56,7 +56,7 @@ class _PeakFinder:
     def __init__(self, program: HloProgram):
         self.program = program
 
-    def peak(self, computation: HloComputation, given: list[Value], ending: Set[Buffer] | None = None) -> Peak:
+    def peak(self, computation: HloComputation, arguments: list[Value], ending: Set[Buffer] | None = None) -> Peak:
         """Return the peak within one run of a computation.
 
         Parameters and results belong to the caller: a loop carries its state in place, and the program's outputs are
@@ -67,32 +67,36 @@ class _PeakFinder:
         values: dict[str, Value] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode == "parameter":
-                values[instruction.name] = given[int(instruction.literal)]
+                values[instruction.name] = arguments[int(instruction.literal)]
             else:
                 operands = [values[name] for name in instruction.operands]
                 values[instruction.name] = self._value(instruction, operands)
         last = _last_reads(computation, values)
         result = _buffers(values[computation.root])
-        known = {buffer for value in given for buffer in _buffers(value)}.union(() if ending is not None else result)
+        known = {buffer for value in arguments for buffer in _buffers(value)}.union(
+            () if ending is not None else result
+        )
         live: set[Buffer] = set(ending or ()).difference(result)
-        held, best = 0, Peak(0, tuple(live))
+        live_bytes, best = 0, Peak(0, tuple(live))
         for at, (name, instruction) in enumerate(computation.instructions.items()):
-            made = [b for b in dict.fromkeys(_buffers(values[name])) if b.bytes and b not in known]
-            known.update(made)
+            outputs = [b for b in dict.fromkeys(_buffers(values[name])) if b.bytes and b not in known]
+            known.update(outputs)
             # An output reuses a dead operand's buffer of the same size.
             ends = [b for b in self._overwritable(instruction, values) if last[b] == at and b in live]
-            over = [next((b for b in ends if b.bytes == output.bytes), None) for output in made[:1]]
-            live = (live - set(over)) | set(made)
-            held += sum(b.bytes for b in made) - sum(b.bytes for b in over if b is not None)
+            over = [next((b for b in ends if b.bytes == output.bytes), None) for output in outputs[:1]]
+            live = (live - set(over)) | set(outputs)
+            live_bytes += sum(b.bytes for b in outputs) - sum(b.bytes for b in over if b is not None)
             gone = {b for b in live if last.get(b, -1) <= at}
             # The operands that end with a conditional end within its branches, whose results begin there.
-            within = gone.union(made) if instruction.opcode == "conditional" else set()
-            nested = self._nested(instruction, [values[name] for name in instruction.operands], gone.difference(made))
-            outside = held - sum(b.bytes for b in within.intersection(made))
+            within = gone.union(outputs) if instruction.opcode == "conditional" else set()
+            nested = self._nested(
+                instruction, [values[name] for name in instruction.operands], gone.difference(outputs)
+            )
+            outside = live_bytes - sum(b.bytes for b in within.intersection(outputs))
             if outside + nested.bytes > best.bytes:
                 best = Peak(outside + nested.bytes, (*(b for b in live if b not in within), *nested.buffers))
             live -= gone
-            held -= sum(b.bytes for b in gone)
+            live_bytes -= sum(b.bytes for b in gone)
         return best
 
     def _overwritable(self, instruction: HloInstruction, values: dict[str, Value]) -> list[Buffer]:
@@ -185,14 +189,14 @@ class _PeakFinder:
         computation = self.program.computations[name]
         root = computation.instructions[computation.root]
         outputs = computation.operands(root) if root.opcode == "tuple" else [root]
-        found = {}
+        parameters = {}
         for number, output in enumerate(outputs):
             output = _through(computation, output)
             if output.opcode in ("dynamic-update-slice", "scatter"):
                 source = _through(computation, computation.instructions[output.operands[0]])
                 if source.opcode == "parameter":
-                    found[number] = int(source.literal)
-        return found
+                    parameters[number] = int(source.literal)
+        return parameters
 
 
 def _read_elementwise(computation: HloComputation, parameter: HloInstruction, elements: int) -> bool:

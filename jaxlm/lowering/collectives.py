@@ -47,7 +47,7 @@ def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCo
     On a TPU, an all-gather that overlaps matrix products is printed once for each product (here it is one), and a
     reduce-scatter as an all-reduce in a fusion of that name.
     """
-    found: Counter[CompiledCollective] = Counter()
+    counts: Counter[CompiledCollective] = Counter()
     parts_seen = set()
     runs = loops.times(program)
     for computation in program.computations.values():
@@ -67,8 +67,8 @@ def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCo
                 kind = "reduce-scatter"
             sent, dtype = _payload(computation, instruction, kind)
             key = CompiledCollective(kind, axes, 0, sent, dtype, scope(instruction.op_name), spans_axes, times > 1)
-            found[key] += times
-    return [key._replace(count=times) for key, times in found.items()]
+            counts[key] += times
+    return [key._replace(count=times) for key, times in counts.items()]
 
 
 def kind_of(instruction: HloInstruction) -> str | None:
@@ -85,14 +85,14 @@ def groups(instruction: HloInstruction, devices: int) -> np.ndarray:
     Raises ValueError for any other syntax.
     """
     text = instruction.attributes
-    if found := _NAMED.search(text):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        order = _laid_out(found[2] or str(devices), found[3]).reshape(*sizes.values())
-        return _along(order, list(sizes), sizes, found[4])
-    if found := _COUNTED.search(text):
-        return _laid_out(found[3], found[4]).reshape(int(found[1]), int(found[2]))
-    if found := _LISTED.search(text):
-        return np.array([[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])])
+    if match := _NAMED.search(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        order = _laid_out(match[2] or str(devices), match[3]).reshape(*sizes.values())
+        return _along(order, list(sizes), sizes, match[4])
+    if match := _COUNTED.search(text):
+        return _laid_out(match[3], match[4]).reshape(int(match[1]), int(match[2]))
+    if match := _LISTED.search(text):
+        return np.array([[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])])
     if "replica_groups={}" in text or "replica_groups" not in text:
         return np.arange(devices)[None]
     raise ValueError(f"groups in an unknown syntax: {text[:200]}")
@@ -136,27 +136,27 @@ def _part_of(instruction: HloInstruction) -> tuple | None:
 
 def _payload(computation: HloComputation, instruction: HloInstruction, kind: str) -> tuple[int, str]:
     """Return the unpadded bytes of a collective on one device, and the dtype of most of them."""
-    given = [array for operand in computation.operands(instruction) for array in operand.arrays]
-    made = instruction.arrays
+    operands = [array for operand in computation.operands(instruction) for array in operand.arrays]
+    results = instruction.arrays
     if kind == "all-gather":
         # An asynchronous start also returns its operands.
-        arrays = made[len(given) :] if instruction.opcode.endswith("-start") else made
+        arrays = results[len(operands) :] if instruction.opcode.endswith("-start") else results
     else:
-        arrays = given
+        arrays = operands
     sizes = Counter()
     for array in arrays:
         sizes[array.dtype] += array.elements * bits(array.dtype) // 8
     return sum(sizes.values()), sizes.most_common(1)[0][0]
 
 
-def table(found: list[CompiledCollective]) -> list[CompiledCollective]:
+def table(operations: list[CompiledCollective]) -> list[CompiledCollective]:
     """Return collectives summed by kind, axes, dtype and size, across scopes; the most bytes first."""
 
     def key(c: CompiledCollective) -> tuple:
         return c.kind, c.axes, c.bytes, c.dtype, c.spans_axes
 
     rows = []
-    for _, alike in itertools.groupby(sorted(found, key=key), key):
+    for _, alike in itertools.groupby(sorted(operations, key=key), key):
         alike = list(alike)
         rows.append(alike[0]._replace(count=sum(c.count for c in alike), scope=_common(c.scope for c in alike)))
     return sorted(rows, key=lambda c: -c.count * c.bytes)

@@ -186,21 +186,21 @@ def parse(text: str, trips: int | Mapping[str, int] | None = None) -> HloProgram
     tables: dict[str, dict[int, str]] = {}
     entry = computation = table = None
     for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            computation = computations[found[2]] = HloComputation(found[2])
-            entry = computation if found[1] else entry
+        if match := _COMPUTATION.match(line):
+            computation = computations[match[2]] = HloComputation(match[2])
+            entry = computation if match[1] else entry
         elif line.startswith("}"):
             computation = None
         elif computation is not None:
-            if found := _INSTRUCTION.match(line):
-                instruction = _instruction(found[2], _COMMENT.sub("", found[3]))
+            if match := _INSTRUCTION.match(line):
+                instruction = _instruction(match[2], _COMMENT.sub("", match[3]))
                 computation.instructions[instruction.name] = instruction
-                if found[1]:
+                if match[1]:
                     computation.root = instruction.name
-        elif found := _TABLE.match(line):
-            table = tables.setdefault(found[1], {})
-        elif table is not None and (found := re.match(r"^(\d+) (.*)$", line)):
-            table[int(found[1])] = found[2]
+        elif match := _TABLE.match(line):
+            table = tables.setdefault(match[1], {})
+        elif table is not None and (match := re.match(r"^(\d+) (.*)$", line)):
+            table[int(match[1])] = match[2]
     if entry is None:
         raise ValueError("the text holds no program")
     return HloProgram(computations, entry, _frames(tables), trips)
@@ -244,12 +244,12 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]
     )
     # Parent ids may be offset by one from frame ids; parent 1 then means none.
     shift = 1 if frames.get(1, {}).get("parent_frame_id") == 1 else 0
-    found = {}
+    locations = {}
     for id, frame in frames.items():
         place = places.get(frame.get("file_location_id", 0), {})
         file = files.get(place.get("file_name_id", 0), "").strip('"')
-        found[id] = file, place.get("line", 0), frame.get("parent_frame_id", shift) - shift
-    return found
+        locations[id] = file, place.get("line", 0), frame.get("parent_frame_id", shift) - shift
+    return locations
 
 
 def _short(file: str) -> str:

@@ -225,15 +225,17 @@ def _asdict(kernel: AssembledKernel | ScheduledKernel) -> dict:
 
 def recorded(programs: Iterable[dict], *kernels: Iterable[dict]) -> dict[tuple[str, str], Outcome]:
     """Return outcomes by chip and row from records of compiled programs and of their kernels."""
-    found: dict[tuple[str, str], list] = {}
+    compiled_kernels: dict[tuple[str, str], list] = {}
     for record in (record for some in kernels for record in some):
         known = dict(record)
         chip, row = known.pop("chip"), known.pop("row")
         if "hot" in known:
             known["hot"] = HotLoop(**known["hot"])
-        found.setdefault((chip, row), []).append((ScheduledKernel if "bundles" in known else AssembledKernel)(**known))
+        compiled_kernels.setdefault((chip, row), []).append(
+            (ScheduledKernel if "bundles" in known else AssembledKernel)(**known)
+        )
     return {
-        at: Outcome("", tuple(found.get(at, ())), record["program"])
+        at: Outcome("", tuple(compiled_kernels.get(at, ())), record["program"])
         for record in programs
         for at in [(record["chip"], record["row"])]
     }

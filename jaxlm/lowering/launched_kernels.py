@@ -128,16 +128,16 @@ def chains(program: HloProgram, intensity: float, declared: Declared = _NONE) ->
 
 def _all(program: HloProgram, declared: Declared) -> list[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
     """Return kernels with declared FLOPs; kernels of one name share them in proportion to their arrays' sizes."""
-    found = list(_compiled(program))
-    sizes = [sum(array.bytes for part in (i, *c.operands(i)) for array in part.arrays) for c, i, _ in found]
+    launches = list(_compiled(program))
+    sizes = [sum(array.bytes for part in (i, *c.operands(i)) for array in part.arrays) for c, i, _ in launches]
     whole: Counter[str] = Counter()
-    for (_, _, kernel), size in zip(found, sizes, strict=True):
+    for (_, _, kernel), size in zip(launches, sizes, strict=True):
         whole[kernel.name] += kernel.count * size
 
     def share(kernel: LaunchedKernel, size: int) -> float:
         return declared[kernel.name] * size / whole[kernel.name] if kernel.name in declared else 0.0
 
-    return [(c, i, k._replace(declared_flops=share(k, size))) for (c, i, k), size in zip(found, sizes, strict=True)]
+    return [(c, i, k._replace(declared_flops=share(k, size))) for (c, i, k), size in zip(launches, sizes, strict=True)]
 
 
 def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
@@ -205,22 +205,22 @@ def bytes_read(program: HloProgram, inner: HloComputation, value: HloInstruction
 
     If the parameter is only sliced, the slices count; if it is only updated in place, nothing; otherwise all of it.
     """
-    read = 0
+    total = 0
     for user in inner.users[value.name]:
         first = user.operands[0] == value.name
         if user.opcode in _SLICES and first:
-            read += sum(array.bytes for array in user.arrays)
+            total += sum(array.bytes for array in user.arrays)
         elif user.opcode == "bitcast":
-            read += bytes_read(program, inner, user)
+            total += bytes_read(program, inner, user)
         elif user.opcode == "fusion":
             nested = program.computations[user.called["calls"][0]]
             for parameter, name in zip(nested.parameters, user.operands, strict=True):
                 if name == value.name:
                     where, what = (inner, user) if _is_view(nested, parameter) else (nested, parameter)
-                    read += bytes_read(program, where, what)
+                    total += bytes_read(program, where, what)
         elif not (user.opcode in _UPDATES and first):
-            read += sum(array.bytes for array in value.arrays)
-    return read
+            total += sum(array.bytes for array in value.arrays)
+    return total
 
 
 def _is_view(nested: HloComputation, parameter: HloInstruction) -> bool:

@@ -37,10 +37,10 @@ def times(program: HloProgram) -> dict[str, int]:
     Raises InputError, which names the loop, if such a loop has matrix products, kernels or collectives and no trips are
     stated: they are not counted by a guess.
     """
-    found = dict.fromkeys(program.computations, 0)
+    counts = dict.fromkeys(program.computations, 0)
     for name, runs in _runs(_CallSite(program, program.entry), 1):
-        found[name] += runs
-    return found
+        counts[name] += runs
+    return counts
 
 
 def executed(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
@@ -86,42 +86,44 @@ class _CallSite:
 
         Views, tuples and calls are followed, but neither into loops nor out of them.
         """
-        made = self.computation.instructions[name]
+        instruction = self.computation.instructions[name]
         caller = self.call.opcode if self.call else ""
-        match made.opcode:
+        match instruction.opcode:
             case "get-tuple-element":
-                return self.source(made.operands[0], (int(made.attribute("index")), *element))
+                return self.source(instruction.operands[0], (int(instruction.attribute("index")), *element))
             case "tuple" if element:
-                return self.source(made.operands[element[0]], element[1:])
+                return self.source(instruction.operands[element[0]], element[1:])
             case "fusion" | "call":
-                inner = self.inside(made, made.called["calls" if made.opcode == "fusion" else "to_apply"][0])
+                inner = self.inside(
+                    instruction, instruction.called["calls" if instruction.opcode == "fusion" else "to_apply"][0]
+                )
                 return inner.source(inner.computation.root, element)
             case "parameter" if caller in ("fusion", "call", "async-start"):
-                return self.caller.source(self.call.operands[int(made.literal)], element)
+                return self.caller.source(self.call.operands[int(instruction.literal)], element)
             case "parameter" if caller == "conditional":
                 branch = controlled(self.call).index(self.computation.name)
                 return self.caller.source(self.call.operands[1 + branch], element)
             case opcode if opcode in _VIEWS:
-                return self.source(made.operands[0], element)
-        return self, made, element
+                return self.source(instruction.operands[0], element)
+        return self, instruction, element
 
     def integer(self, name: str, element: Element = ()) -> _Integer | None:
         """Return an element of a value if it is an integer that can be read."""
-        site, made, element = self.source(name, element)
-        match made.opcode:
-            case "constant" if re.fullmatch(r"-?\d+", made.literal):
-                return _Integer(int(made.literal))
+        site, instruction, element = self.source(name, element)
+        match instruction.opcode:
+            case "constant" if re.fullmatch(r"-?\d+", instruction.literal):
+                return _Integer(int(instruction.literal))
             case "parameter" if site.call and site.call.opcode == "while":
                 loop = _Loop(site.caller, site.call)
                 return loop.start(element) if loop.keeps(element) else _Integer(0, element)
             case "while":
-                return _Loop(site, made).end(element)
+                return _Loop(site, instruction).end(element)
             case "add" | "subtract":
-                left, right = (site.integer(operand) for operand in made.operands)
-                if left and right and made.opcode == "add" and left.element is None:
+                left, right = (site.integer(operand) for operand in instruction.operands)
+                if left and right and instruction.opcode == "add" and left.element is None:
                     left, right = right, left
                 if left and right and right.element is None:
-                    sign = 1 if made.opcode == "add" else -1
+                    sign = 1 if instruction.opcode == "add" else -1
                     return _Integer(left.number + sign * right.number, left.element)
         return None
 

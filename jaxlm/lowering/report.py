@@ -390,11 +390,11 @@ _PREFIX = {"forward": "", "backward": "backward ", "rematerialised": "again "}
 
 def _declared(traced: jax.stages.Traced, plan: Plan) -> dict[str, float]:
     """Return the FLOPs that Pallas kernels declare on one device, by their names in the program."""
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     trips = None if plan.work.kind == "train" else 1  # no kernel is in a loop over pages
     for row in count_jaxpr(traced.jaxpr.jaxpr, trips).of(kind="kernel").rows:
-        found[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / plan.target.devices
-    return found
+        flops[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / plan.target.devices
+    return flops
 
 
 def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> CompiledMemory:

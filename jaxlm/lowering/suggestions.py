@@ -21,7 +21,7 @@ def suggest(plan: Plan, needed: int) -> list[str]:
     """
     now = memory(plan.work).total
     for together in (1, 2, 3):
-        found = []
+        suggestions = []
         for combination in itertools.combinations(_CHANGES, together):
             work, settings = plan.work, []
             for change in combination:
@@ -33,9 +33,9 @@ def suggest(plan: Plan, needed: int) -> list[str]:
             else:
                 size = round(needed * memory(work).total / now)
                 if size <= plan.capacity:
-                    found.append(f"{' and '.join(settings)} ({units.memory(size)})")
-        if found:
-            return found[:_SHOWN]
+                    suggestions.append(f"{' and '.join(settings)} ({units.memory(size)})")
+        if suggestions:
+            return suggestions[:_SHOWN]
     return []
 
 

@@ -69,12 +69,12 @@ def _described(target: Target, describe: Callable, platform: str, **arguments: A
         for name, value in _NO_MACHINE.items():
             os.environ.setdefault(name, value)
     try:
-        found = describe(platform=platform, **arguments).devices
+        target_devices = describe(platform=platform, **arguments).devices
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
         raise InputError(f"the compiler rejects {target}: {str(error).splitlines()[0]}") from None
-    if len(found) != target.devices:
-        raise InputError(f"the compiler makes {len(found)} devices of {target}, which has {target.devices}")
-    return found
+    if len(target_devices) != target.devices:
+        raise InputError(f"the compiler makes {len(target_devices)} devices of {target}, which has {target.devices}")
+    return target_devices
 
 
 def _tpu(target: Target) -> dict[str, Any]:

@@ -314,16 +314,16 @@ class _Reader:
             self._broadcast.add(result)  # a view of fewer numbers
         if name not in READS or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
             return results
-        read = [
+        inputs = [
             (value, each)
             for value, each in zip(operands, eqn.invars, strict=True)
             if value in self._axes and value not in self._broadcast and tuple(each.aval.shape) == shape
         ]
         flat = tuple(factor.axis for factor in factors(axes))
         sizes = tuple(factor.size for factor in factors(axes))
-        marker = Marker(BETWEEN_DOORS, (flat,) * len(read), (flat,), (("equation", name),))
-        values = tuple(value for value, _ in read), tuple(results), (sizes,) * len(read), (sizes,)
-        dtypes = tuple(_dtype(each) for _, each in read), (_dtype(atom),)
+        marker = Marker(BETWEEN_DOORS, (flat,) * len(inputs), (flat,), (("equation", name),))
+        values = tuple(value for value, _ in inputs), tuple(results), (sizes,) * len(inputs), (sizes,)
+        dtypes = tuple(_dtype(each) for _, each in inputs), (_dtype(atom),)
         heads = self._query_heads.get(result)
         self.recording.uses.append(RecordedOp(marker, "/".join(scope), times, *values, *dtypes, layer, heads))
         return results

@@ -28,15 +28,15 @@ def canonical_dtype(dtype: Any) -> str:
 
 
 @functools.cache
-def _canonical(said: str) -> str:
-    name = re.sub(r"^(mx|nv)(?=fp)", "", said.strip().lower())
+def _canonical(spelling: str) -> str:
+    name = re.sub(r"^(mx|nv)(?=fp)", "", spelling.strip().lower())
     if name in ("tensorfloat32", "tf32"):
         return "tf32"
     if parts := re.fullmatch(r"(bfloat|float|int|bf|fp|f|i|s)(\d+)(_?e\d+m\d+\w*)?", name):
         kind, bits, _ = parts.groups()
         name = _SHORT.get(kind, kind) + bits
     if name not in DTYPES:
-        raise InputError(f"{said!r} is no type with a peak; the types are {', '.join(DTYPES)}")
+        raise InputError(f"{spelling!r} is no type with a peak; the types are {', '.join(DTYPES)}")
     return name
 
 

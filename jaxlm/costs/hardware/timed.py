@@ -118,14 +118,14 @@ def products(dtype: str, largest: int) -> tuple[dict[int, Microbenchmark], dict[
 
 def heads(dtype: str, largest: int) -> dict[int, Microbenchmark]:
     """Return a table by head dim: the scores of queries and keys together with both their gradients, for many heads."""
-    found, width = {}, min(_SMALLEST, largest)
+    benchmarks, width = {}, min(_SMALLEST, largest)
     while width <= min(_WIDEST_HEAD, largest):
         x = jnp.full((_HEADS, _ROW, width), 1e-3, dtype)
-        found[width] = Microbenchmark(
+        benchmarks[width] = Microbenchmark(
             _blocking(_scores, x, x, jnp.full((_HEADS, _ROW, _ROW), 1e-3, dtype)), 6 * _HEADS * _ROW**2 * width
         )
         width *= 2
-    return found
+    return benchmarks
 
 
 @jax.jit

@@ -35,17 +35,17 @@ class Record:
     def _part(self) -> Path:
         return self._file.with_name(f"{self._file.name}.part")
 
-    def begun(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+    def begun(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Return the results so far of an earlier process with the same request, or None."""
         try:
-            found = json.loads(self._part.read_text(encoding="utf-8")) if self._file else {}
+            results = json.loads(self._part.read_text(encoding="utf-8")) if self._file else {}
         except (OSError, ValueError):
             return None
-        if not asked.items() <= found.items():
+        if not request.items() <= results.items():
             return None
-        running = found.pop("running")
-        self._ended = found.pop("ended") + ([running] if running else [])
-        return found
+        running = results.pop("running")
+        self._ended = results.pop("ended") + ([running] if running else [])
+        return results
 
     def running(self, results: dict[str, Any], row: dict[str, str] | None) -> None:
         """Write the row that is being measured, None for no row, with the results so far."""

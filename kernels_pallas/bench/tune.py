@@ -36,7 +36,7 @@ def tune(operation: KernelOperation, case: KernelCase, implementation: str) -> d
     Empty where the implementation does not support the case here, or has no block sizes. Raises DeviceLost.
     """
     try:
-        with tuning.trying({}) as asked:
+        with tuning.trying({}) as lookups:
             run = program(operation, case, implementation, training=True)
         wanted = run()
         fastest = measure(run, rounds=3).median
@@ -46,7 +46,7 @@ def tune(operation: KernelOperation, case: KernelCase, implementation: str) -> d
         reason = str(error).partition("\n")[0][:200]
         print(f"{operation.name}, {case.name}, {implementation}: left out: {reason}", flush=True)
         return {}
-    best = {kernel: got.blocks for kernel, got in asked.items()}
+    best = {kernel: got.blocks for kernel, got in lookups.items()}
 
     def seconds(blocks: dict[tuning.KernelKey, Any]) -> float | None:
         """Time a training call with these sizes; None if they do not compile or run, or change the results."""
@@ -62,7 +62,7 @@ def tune(operation: KernelOperation, case: KernelCase, implementation: str) -> d
             print(f"{operation.name}, {case.name}, {implementation}: other results with {blocks}", flush=True)
         return taken
 
-    for kernel, (_, free) in asked.items():
+    for kernel, (_, free) in lookups.items():
         improved = True
         while improved:
             improved = False
@@ -119,15 +119,15 @@ def main(arguments: list[str] | None = None) -> None:
         operation = OPERATIONS[name]
         for case, implementation in itertools.product(cases(operation, options.case), operation.implementations):
             try:
-                found = tune(operation, case, implementation)
+                fastest = tune(operation, case, implementation)
             except DeviceLost as error:
                 what = f"{name}, {case.name}, {implementation}"
                 raise SystemExit(f"{device} was lost at {what}: {error}; what was found before is recorded") from None
-            for kernel, blocks in found.items():
+            for kernel, blocks in fastest.items():
                 print(f"{kernel}: {blocks}", flush=True)
-            tuned = tuned or bool(found)
-            if found and not options.dry_run:  # at once: the next case may take an hour
-                tuning.record(device, found)
+            tuned = tuned or bool(fastest)
+            if fastest and not options.dry_run:  # at once: the next case may take an hour
+                tuning.record(device, fastest)
     if not tuned:
         print(f"no kernel runs on {device}: there is nothing to tune")
     elif not options.dry_run:

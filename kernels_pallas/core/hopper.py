@@ -99,13 +99,13 @@ class Warpgroup:
         copies: Sequence[tuple[Any, Any]],
         counter: Any,
         order: jax.Array,
-        read: Callable[[], None],
+        release: Callable[[], None],
         meanwhile: Callable[[], None],
     ) -> None:
         """Add shared memory to global memory, (buffer, destination) each, after the blocks that come earlier in order.
 
-        A counter (a semaphore in global memory) keeps the order; the block of order 0 starts the sum. `read` is called
-        when the buffers are free again, and `meanwhile` while global memory is still being written.
+        A counter (a semaphore in global memory) keeps the order; the block of order 0 starts the sum. `release` is
+        called when the buffers are free again, and `meanwhile` while global memory is still being written.
 
         A block may only wait for blocks before it in the grid, which start first. Interpreted, they also end first. No
         fence for the copy engine stands between the wait and the copy, and none does in FlashAttention-3's
@@ -115,7 +115,7 @@ class Warpgroup:
             for buffer, destination in copies:
                 destination[...] = jnp.where(order > 0, destination[...], 0) + buffer[...]
             self.commit()
-            read()
+            release()
             meanwhile()
             return
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -132,7 +132,7 @@ class Warpgroup:
                 plgpu.copy_smem_to_gmem(buffer, destination, reduction_op="add")
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        read()
+        release()
         meanwhile()
         plgpu.wait_smem_to_gmem(0)
         plgpu.semaphore_signal(counter, memory_scope="gpu")
@@ -395,7 +395,7 @@ def run(
             at = warpgroup.index(axis)
             body(warpgroup, {key: x.at[at] if key in many else x for key, x in ref.items()})
 
-        made = run(
+        results = run(
             lane,
             dict(zip(names, arrays, strict=True)),
             {key: jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for key, x in outputs.items()},
@@ -406,7 +406,7 @@ def run(
             cost=KernelCost(*(size * part for part in cost)),
             name=name,
         )
-        return made, [True] * len(made)
+        return results, [True] * len(results)
 
     def launched(*arrays: jax.Array) -> list[jax.Array]:
         return call(*arrays)

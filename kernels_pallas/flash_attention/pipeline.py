@@ -115,13 +115,13 @@ class BlockPipeline(NamedTuple):
 
     def shared(self) -> dict[str, SharedBuffer | Barriers]:
         """Return its buffers and barriers in shared memory, by name."""
-        held: dict[str, SharedBuffer | Barriers] = {
+        allocations: dict[str, SharedBuffer | Barriers] = {
             f"{name}_ring": buffer._replace(shape=(self.stages, *buffer.shape)) for name, buffer in self.buffers.items()
         }
         for group, members in self._groups.items():
-            held[f"{group}_ready"] = Barriers(self.stages, arrivals=len(members))
-            held[f"{group}_free"] = Barriers(self.stages, arrivals=CONSUMERS)
-        return held
+            allocations[f"{group}_ready"] = Barriers(self.stages, arrivals=len(members))
+            allocations[f"{group}_free"] = Barriers(self.stages, arrivals=CONSUMERS)
+        return allocations
 
     @property
     def _groups(self) -> dict[str, tuple[str, ...]]:

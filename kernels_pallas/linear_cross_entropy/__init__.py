@@ -157,14 +157,14 @@ def _summed_fwd(plan, sharding, V, z_loss, hidden, unembedding, targets, weights
             return (log_z, counted_C * (1.0 + 2.0 * z_loss * log_z), counted_C), (cross_entropy, log_z)
 
         counted = jnp.where((targets < 0) | (targets >= V), 0.0, weights)
-        d_hidden, d_unembedding, found = loop.gradients(
+        d_hidden, d_unembedding, terms = loop.gradients(
             plan, _flat(hidden), sharding.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
         )
-        found = (x.reshape(targets.shape) for x in found)
+        terms = (x.reshape(targets.shape) for x in terms)
         d_unembedding = sharding.reduced(d_unembedding, unembedding.dtype)
         # The whole gradient, as large as all logits of a chunk, is not to wait until the layers' backward pass is done.
         d_hidden, d_unembedding = jax.lax.optimization_barrier((d_hidden, d_unembedding))
-        return d_hidden.reshape(hidden.shape), d_unembedding, *found
+        return d_hidden.reshape(hidden.shape), d_unembedding, *terms
 
     d_hidden, d_unembedding, cross_entropy, log_z = sharding.run(local, "hutt", "hutt")(
         hidden, unembedding, targets, weights

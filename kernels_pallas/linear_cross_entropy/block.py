@@ -30,7 +30,7 @@ def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def add(
-    found: LogitStatistics,
+    row_statistics: LogitStatistics,
     logits: jax.Array,
     is_target: jax.Array,
     soft_cap: float | None,
@@ -44,12 +44,12 @@ def add(
     logits = capped(logits, soft_cap)
     if inside is not None:
         logits = jnp.where(inside, logits, -jnp.inf)
-    largest = jnp.maximum(found.largest, jnp.max(logits, axis=1, keepdims=True))
+    largest = jnp.maximum(row_statistics.largest, jnp.max(logits, axis=1, keepdims=True))
     from_largest = finite(largest)
-    kept = found.total * jnp.exp(found.largest - from_largest)
+    kept = row_statistics.total * jnp.exp(row_statistics.largest - from_largest)
     total = kept + jnp.sum(jnp.exp(logits - from_largest), axis=1, keepdims=True)
     here = jnp.sum(jnp.where(is_target, logits, 0.0), axis=1, keepdims=True)
-    return LogitStatistics(largest, total, found.at_target + here)
+    return LogitStatistics(largest, total, row_statistics.at_target + here)
 
 
 def gradient(

@@ -61,8 +61,8 @@ def forward(
         hidden_CD, at_C = chunk
         return None, _look(plan, _unembed(plan, hidden_CD, table), at_C, labels)
 
-    _, found = _by_chunks(body, None, (hidden_RD, _places(plan, targets_R, labels)), labels)
-    return found
+    _, terms = _by_chunks(body, None, (hidden_RD, _places(plan, targets_R, labels)), labels)
+    return terms
 
 
 def gradients(

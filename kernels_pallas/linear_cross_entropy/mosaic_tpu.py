@@ -38,13 +38,13 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
 
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
         inside = column < labels if labels % columns else None  # a block holds arbitrary values beyond the array
-        found = block.LogitStatistics(*(ref[...] for ref in out_refs))
-        found = block.add(found, logits_ref[...], column == at_ref[...], soft_cap, inside)
-        for ref, x in zip(out_refs, found, strict=True):
+        row_statistics = block.LogitStatistics(*(ref[...] for ref in out_refs))
+        row_statistics = block.add(row_statistics, logits_ref[...], column == at_ref[...], soft_cap, inside)
+        for ref, x in zip(out_refs, row_statistics, strict=True):
             ref[...] = x
 
     tile, number = pl.BlockSpec((rows, columns), lambda i, j: (i, j)), pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
-    found = launch.call(
+    outputs = launch.call(
         kernel,
         (logits_CV, at_C[:, None]),
         [jax.ShapeDtypeStruct((C, 1), jnp.float32)] * 3,
@@ -55,7 +55,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
         cost=statistics_cost(C, V, soft_cap),
         name="linear_cross_entropy_statistics",
     )
-    return block.LogitStatistics(*(x[:, 0] for x in found))
+    return block.LogitStatistics(*(x[:, 0] for x in outputs))
 
 
 def gradient(

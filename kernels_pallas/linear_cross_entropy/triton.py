@@ -35,19 +35,23 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
     def kernel(logits_ref, at_ref, *out_refs) -> None:
         at = at_ref[...].reshape(1, 1)
 
-        def one_block(i: jax.Array | int, found: block.LogitStatistics, masked: bool = False) -> block.LogitStatistics:
+        def one_block(
+            i: jax.Array | int, row_statistics: block.LogitStatistics, masked: bool = False
+        ) -> block.LogitStatistics:
             column = i * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
             ref = logits_ref.at[:, pl.ds(i * columns, columns)]
             inside = column < labels if masked else None
             # The load's mask ends at V, not at `labels`, so that it does not end within 16 bytes.
-            return block.add(found, launch.load(ref, column < V if masked else None), column == at, soft_cap, inside)
+            return block.add(
+                row_statistics, launch.load(ref, column < V if masked else None), column == at, soft_cap, inside
+            )
 
-        found = block.nothing(jnp.zeros((1, 1), jnp.float32))
+        row_statistics = block.nothing(jnp.zeros((1, 1), jnp.float32))
         if whole:
-            found = jax.lax.fori_loop(0, whole, one_block, found)
+            row_statistics = jax.lax.fori_loop(0, whole, one_block, row_statistics)
         if rest:
-            found = one_block(whole, found, masked=True)
-        for ref, x in zip(out_refs, found, strict=True):
+            row_statistics = one_block(whole, row_statistics, masked=True)
+        for ref, x in zip(out_refs, row_statistics, strict=True):
             launch.store(ref, x.reshape(1))
 
     row = pl.BlockSpec((1, pl.cdiv(V, columns) * columns), lambda i: (i, 0))

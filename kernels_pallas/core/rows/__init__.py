@@ -120,7 +120,7 @@ def forward(
     def step(inside: jax.Array | None, rows: tuple, vectors: tuple) -> tuple[tuple, tuple]:
         return body(inside, rows, vectors), ()
 
-    made, _ = _RUN[implementation](
+    arrays, _ = _RUN[implementation](
         step,
         rows,
         vectors,
@@ -130,7 +130,7 @@ def forward(
         cost=_cost(body, 0, *rows, *vectors, *outputs),
         name=body.name,
     )
-    return made
+    return arrays
 
 
 @compiled_once(static=2)

@@ -136,17 +136,17 @@ def default_run(
     if path.is_dir():
         return path
     by_former_key = sorted(_overridden(overrides).items(), key=lambda item: former(item[0]))
-    given = {key: value for key, value in by_former_key if not is_free(key)}
+    settings = {key: value for key, value in by_former_key if not is_free(key)}
     if getattr(experiment.optimizer.schedule, "decay_steps", None) == experiment.training.steps:
-        given |= {key: value for key, value in _overridden(overrides).items() if key == "training.steps"}
+        settings |= {key: value for key, value in _overridden(overrides).items() if key == "training.steps"}
     if start_from is not None:
-        given |= {"from": Path(start_from).name}
+        settings |= {"from": Path(start_from).name}
     stem = bundled.find(path).stem
-    exact = ",".join([stem, *(f"{_short(key)}={_text(value)}" for key, value in given.items())])
+    exact = ",".join([stem, *(f"{_short(key)}={_text(value)}" for key, value in settings.items())])
     name = _UNSAFE.sub("-", exact)[:_LONGEST]
     if name != exact:
         name += f",{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
-    return Path("runs") / (name if given else stem)
+    return Path("runs") / (name if settings else stem)
 
 
 def _short(key: str) -> str:
@@ -176,9 +176,9 @@ def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout
 
     Raises InputError where it does not fit the devices or, in training, the model and the batch.
     """
-    found = experiment.mesh.layout(devices)
-    check_layout(experiment, found, kind)
-    return found
+    mesh_layout = experiment.mesh.layout(devices)
+    check_layout(experiment, mesh_layout, kind)
+    return mesh_layout
 
 
 def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -> None:
@@ -334,15 +334,15 @@ def _set(values: dict[str, Any], override: str) -> None:
         raise InputError(f"{override!r} is no override; write key=value, such as training.steps=100")
     try:
         override.encode()
-        read = tomllib.loads(f"value = {text}")
+        document = tomllib.loads(f"value = {text}")
     except UnicodeEncodeError:
         raise InputError(f"{override!r} is not UTF-8; rename what it names") from None
     except RecursionError:
         raise InputError(f"{key}: its value has too many brackets in one another") from None
     except ValueError:
-        read = {"value": text}  # a bare word is a string; so is a number of more digits than Python reads
-    value = read.pop("value")
-    if read:
+        document = {"value": text}  # a bare word is a string; so is a number of more digits than Python reads
+    value = document.pop("value")
+    if document:
         raise InputError(f"{override!r} sets more than {key}; give each key=value by itself")
     table = values
     for section in sections:

@@ -53,17 +53,17 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
 
 def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
     """Return the line that names every key of an earlier version with its present name; None where there is none."""
-    found = []
+    renamings = []
     for error in errors:
-        keys, given = [_key(error["loc"], values)], error.get("input")
+        keys, value = [_key(error["loc"], values)], error.get("input")
         if error["type"] == "union_tag_invalid":
             keys = [f"{keys[0]}.kind = {error['ctx']['tag']!r}"]
         elif error["type"] == "literal_error":
-            keys = [f"{keys[0]} = {str(given).lower() if isinstance(given, bool) else repr(given)}"]
-        elif isinstance(given, dict):  # a section that is a value now
-            keys += [f"{keys[0]}.{name}" for name in given]
-        found += [f"{key} is now {RENAMED[key]}" for key in keys if key in RENAMED]
-    return "; ".join(found) or None
+            keys = [f"{keys[0]} = {str(value).lower() if isinstance(value, bool) else repr(value)}"]
+        elif isinstance(value, dict):  # a section that is a value now
+            keys += [f"{keys[0]}.{name}" for name in value]
+        renamings += [f"{key} is now {RENAMED[key]}" for key in keys if key in RENAMED]
+    return "; ".join(renamings) or None
 
 
 def _key(location: tuple, values: Any) -> str:

@@ -18,17 +18,17 @@ def _lines(table: Section | dict[str, Any], name: str) -> Iterator[str]:
     """Yield the lines of a table below its header: its keys, then the tables inside it."""
     inside = {}
     for key, value in (table.model_dump(mode="json") if isinstance(table, Section) else table).items():
-        held = getattr(table, key) if isinstance(table, Section) else value
-        if isinstance(held, Section | dict) or (
-            isinstance(held, tuple | list) and isinstance((*held, 0)[0], Section | dict)
+        content = getattr(table, key) if isinstance(table, Section) else value
+        if isinstance(content, Section | dict) or (
+            isinstance(content, tuple | list) and isinstance((*content, 0)[0], Section | dict)
         ):
-            inside[f"{name}.{key}".lstrip(".")] = held
+            inside[f"{name}.{key}".lstrip(".")] = content
         elif value is None and isinstance(table, Section):
             yield f"# {key} = <{type_of(type(table), key)}>"
         else:
             yield tomli_w.dumps({key: value}).rstrip("\n")
-    for place, held in inside.items():
-        several = isinstance(held, tuple | list)
-        for one in held if several else [held]:
+    for place, content in inside.items():
+        several = isinstance(content, tuple | list)
+        for one in content if several else [content]:
             yield from ("", f"[[{place}]]" if several else f"[{place}]")
             yield from _lines(one, place)

@@ -305,7 +305,7 @@ class ModelConfig(BlockConfig):
             return (("layers", BlockConfig.model_validate({key: getattr(self, key) for key in keys})),)
         base = self.model_dump(include=set(keys))
         blocks: dict[BlockConfig, BlockConfig] = {}  # one object of equal ones
-        found = []
+        named_blocks = []
         for i, entry in enumerate(self.pattern):
             block = _patched(base, entry.patch, f"model.pattern[{i}]")
             here, there = block.position.kind, self.position.kind
@@ -314,8 +314,8 @@ class ModelConfig(BlockConfig):
                     f"model.pattern[{i}].position.kind = {here!r}, and model.position.kind = {there!r}: learned "
                     "positions belong to the whole model, leave it out"
                 )
-            found.append((entry.name, blocks.setdefault(block, block)))
-        return tuple(found)
+            named_blocks.append((entry.name, blocks.setdefault(block, block)))
+        return tuple(named_blocks)
 
     @cached_property
     def layers(self) -> tuple[BlockConfig, ...]:

@@ -66,9 +66,9 @@ def _adapted(base: nnx.Param, settings: LoraConfig, rngs: nnx.Rngs) -> AdaptedMa
     def make(rngs: nnx.Rngs) -> AdaptedMatrix:
         return AdaptedMatrix(shape, axes, inputs, settings.rank, settings.scale, rngs)
 
-    made = stack(make, base.shape[0], rngs) if stacked else make(rngs)
-    made.base = nnx.Param(base[...], axes=base.axes, inputs=base.inputs)
-    return made
+    matrix = stack(make, base.shape[0], rngs) if stacked else make(rngs)
+    matrix.base = nnx.Param(base[...], axes=base.axes, inputs=base.inputs)
+    return matrix
 
 
 def merge(module: Transformer) -> Transformer:

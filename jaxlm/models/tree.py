@@ -152,11 +152,11 @@ def trained(tree: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 def joined(*trees: Tree) -> Tree:
     """Return one tree with the leaves of all of these, none of which is in two."""
-    found: Tree = {}
+    union: Tree = {}
     for tree in trees:
         for name, below in tree.items():
-            found[name] = joined(found[name], below) if name in found else below
-    return found
+            union[name] = joined(union[name], below) if name in union else below
+    return union
 
 
 def under_adapters(parameters: Tree, paths: Iterable[str]) -> Tree:

@@ -116,18 +116,18 @@ class StopRequest:
             self._unraisable_before(dropped)
 
     def _watch(self) -> None:
-        asked = 0
+        first_signal = 0
         while True:
-            if select.select([self._read], [], [], _NOTICE_S if asked else None)[0]:
+            if select.select([self._read], [], [], _NOTICE_S if first_signal else None)[0]:
                 number = int.from_bytes(os.read(self._read, 1))
                 if not number:  # the context ended
                     return
                 if number in self._before:
-                    if asked and number not in _REPEATED:
+                    if first_signal and number not in _REPEATED:
                         os._exit(128 + number)
-                    asked = self._signal = asked or number
+                    first_signal = self._signal = first_signal or number
             elif not self._noting and not self._noticed:
-                os._exit(self._leave(asked))
+                os._exit(self._leave(first_signal))
             elif not self._noting and self._lost():
                 self._noticed = False
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)

@@ -59,14 +59,14 @@ def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:
     corrupt: a run that may still be rescued is not restarted from step 0.
     """
     nothing, all_corrupt = -1, -2
-    found = nothing
+    answer = nothing
     if is_first():
         if (newest := newest_verified(directory, say)) is not None:
-            found = newest
+            answer = newest
             _set_aside_corrupt(directory, newest, say)
         elif steps_in(directory):
-            found = all_corrupt
-    step = broadcast_from_first(found)
+            answer = all_corrupt
+    step = broadcast_from_first(answer)
     if step == all_corrupt:
         raise InputError(
             f"every checkpoint in {directory} is corrupt; restore one from a copy, or choose another --out"

@@ -72,14 +72,14 @@ def cost(settings: MuonConfig, d: Dimensions, layout: Layout, rules: Rules) -> O
     each = math.ceil(stack / layout.size)
     sizes = (short, long, short), (short, short, short), (short, short, long)
     products = tuple(OptimizerProduct(settings.iterations, each, *size) for size in sizes)
-    moves, held = [], rules.stored(d.axes, d.shape, layout) // stack * each * layout.size
+    moves, elements = [], rules.stored(d.axes, d.shape, layout) // stack * each * layout.size
     sharding = together(rules.placed(d.axes, d.shape, layout))
     for axis, size in reversed(list(layout.items())):
         if size > 1 and axis in sharding:
-            moves.append(OptimizerMove("all-to-all", axis, 2, held))
+            moves.append(OptimizerMove("all-to-all", axis, 2, elements))
         else:
-            moves.append(OptimizerMove("all-gather", axis, 1, held))
-            held //= size
+            moves.append(OptimizerMove("all-gather", axis, 1, elements))
+            elements //= size
     return OptimizerCost(moments(d, 1).state, products, tuple(moves))
 
 

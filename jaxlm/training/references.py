@@ -29,13 +29,13 @@ def compute(
 
     `logprobs` is a compiled `TrainStep.preference_logprobs`. A line is said every ten seconds.
     """
-    result, share, said = np.zeros((len(rows), 2), np.float32), process_rows(batch, mesh), time.monotonic()
+    result, share, line_time = np.zeros((len(rows), 2), np.float32), process_rows(batch, mesh), time.monotonic()
     for first in range(0, len(rows), batch):
         host = [rows[first + row] if first + row < len(rows) else rows.empty() for row in share]
         placed = put_batch({name: np.stack([row[name] for row in host]) for name in host[0]}, mesh)
         result[first : first + batch] = np.asarray(logprobs(parameters, placed))[: len(rows) - first]
-        if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
+        if time.monotonic() - line_time > _SECONDS_BETWEEN_LINES:
+            line_time = time.monotonic()
             say(f"{min(first + batch, len(rows)):,} of {len(rows):,} pairs")
     return result
 

@@ -83,14 +83,14 @@ def door(
     """
 
     def decorate(compute: Callable[P, R]) -> Callable[P, R]:
-        made = DOORS[name or compute.__name__] = Door(name or compute.__name__, declare)
+        new_door = DOORS[name or compute.__name__] = Door(name or compute.__name__, declare)
 
         @functools.wraps(compute)
         def inner(*arguments: P.args, **options: P.kwargs) -> R:
             use = signature(*arguments, **options)
             with scope(use.of):
                 if is_recording():
-                    results = _record(made, use)
+                    results = _record(new_door, use)
                     return cast(R, results[0] if len(results) == 1 else tuple(results))
                 result = compute(*arguments, **options)
                 return cast(R, constrain(cast(jax.Array, result), *use.results[0][1])) if pinned else result

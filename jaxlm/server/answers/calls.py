@@ -127,7 +127,7 @@ class CallReader:
         if self._is_open and self._may_be_calls():
             return "", []
         self._is_open = False
-        said, calls = [], []
+        texts, calls = [], []
         while True:
             if not self._in_call:
                 first_mark = min(
@@ -135,11 +135,11 @@ class CallReader:
                 )
                 if first_mark is None:
                     kept = len(self._held) - max((overlap(self._held, mark) for mark in self._marks), default=0)
-                    said.append(self._held[:kept])
+                    texts.append(self._held[:kept])
                     self._held = self._held[kept:]
                     break
                 at, mark = first_mark
-                said.append(self._held[:at])
+                texts.append(self._held[:at])
                 self._held, self._in_call = self._held[at + len(mark) :], mark == self._form.start
             if not self._in_call:
                 continue
@@ -149,8 +149,8 @@ class CallReader:
             body_calls = self._calls(body)
             calls += body_calls
             if not body_calls:
-                said.append(f"{self._form.start}{body}{self._form.end}")
-        return self._spoken("".join(said), bool(calls)), calls
+                texts.append(f"{self._form.start}{body}{self._form.end}")
+        return self._spoken("".join(texts), bool(calls)), calls
 
     def _may_be_calls(self) -> bool:
         """Return whether an answer so far may be calls as a whole, without what is dropped before it."""

@@ -33,7 +33,7 @@ class HarmonyReader:
     def add(self, piece: str) -> AnswerParts:
         """Return what a piece adds."""
         self._held += piece
-        said, thought = [], []
+        answer, thought = [], []
         calls: list[CalledFunction] = []
         while True:
             if self._is_header:
@@ -45,17 +45,17 @@ class HarmonyReader:
             end = first_end[0] if first_end else len(self._held) - max(overlap(self._held, mark) for mark in _ENDS)
             text, self._held = self._held[:end], self._held[end:]
             if self._kind in ("said", "thought"):
-                (said if self._kind == "said" else thought).append(text)
+                (answer if self._kind == "said" else thought).append(text)
             else:
                 self._body += text
             if first_end is None:
                 break
             more, ended = self._ended()
-            said.append(more)
+            answer.append(more)
             calls += ended
             mark = first_end[1]
             self._is_header, self._held = True, self._held.removeprefix(mark if mark not in (_START, _CHANNEL) else "")
-        return AnswerParts("".join(said), "".join(thought), tuple(calls))
+        return AnswerParts("".join(answer), "".join(thought), tuple(calls))
 
     def rest(self) -> AnswerParts:
         """Return the end of an answer, which was held back."""

@@ -71,11 +71,11 @@ class AnswerText:
         return thought, calls
 
     def _said(self, parts: AnswerParts) -> str:
-        said = self._scanner.add(parts.said)
+        text = self._scanner.add(parts.said)
         self._thought += parts.thought
         if not self.stopped:
             self._calls += parts.calls
-        return said
+        return text
 
 
 def with_controls(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -25,7 +25,9 @@ class LoadBounds(NamedTuple):
     output_throughput: float
 
 
-def bounds(experiment: Experiment, target: Target, read: float, follow: float, concurrency: float) -> LoadBounds:
+def bounds(
+    experiment: Experiment, target: Target, input_tokens: float, follow: float, concurrency: float
+) -> LoadBounds:
     """Return the bounds for requests that read and then draw so many tokens, of which so many are under way on average.
     Raises InputError where the catalog lacks a figure of the chips."""
     layout = layout_on(experiment, target, "decode")
@@ -36,8 +38,8 @@ def bounds(experiment: Experiment, target: Target, read: float, follow: float, c
         sequence = min(max(round(sequence), 1), experiment.model.context_length)
         return step_time(replace(work, batch=batch, sequence=sequence).on(target.chip), target).lower_bound
 
-    first = seconds("prefill", 1, read)
+    first = seconds("prefill", 1, input_tokens)
     # Fewer than the mean is less work: what is rounded down stays a bound.
     together = max(math.floor(concurrency), 1)
-    later = seconds("decode", together, read + follow / 2)
+    later = seconds("decode", together, input_tokens + follow / 2)
     return LoadBounds(first, later, first + (follow - 1) * later, follow / (first + follow * later / together))

@@ -25,16 +25,16 @@ def figures(
       duration_s: from the first request to the end of the last.
       goodput: the most milliseconds of metrics, which a good request has: of all of its gaps for `itl`.
     """
-    read, drawn = (sum(getattr(each, name) for each in answered) for name in ("prompt_tokens", "output_tokens"))
+    input_tokens, drawn = (sum(getattr(each, name) for each in answered) for name in ("prompt_tokens", "output_tokens"))
     values: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(answered),
         "failed": failed,
-        "total_input_tokens": read,
+        "total_input_tokens": input_tokens,
         "total_output_tokens": drawn,
         "request_throughput": len(answered) / duration_s,
         "output_throughput": drawn / duration_s,
-        "total_token_throughput": (read + drawn) / duration_s,
+        "total_token_throughput": (input_tokens + drawn) / duration_s,
         "steady_output_throughput": _steady(answered),
         "mean_concurrency": sum(each.ended - each.sent for each in answered) / duration_s,
     }

@@ -142,6 +142,35 @@ def test_plain_words_are_not_replaced_by_private_ones():
     assert [(module, name, REFUSED[name]) for module, name in named if name in REFUSED] == []
 
 
+# Participles that do not say what a value is.
+UNTELLING = {"found", "made", "read", "held", "given", "said", "asked", "told"}
+
+# A parameter of the public API keeps its name.
+PUBLIC_PARAMETERS = {("jaxlm.api.model", "sampling", "given")}
+
+
+def test_values_that_live_long_are_named_for_what_they_are():
+    """A name of `UNTELLING` is neither returned nor used more than five lines after its first use."""
+    lasting = set()
+    for module in FILES:
+        for function in ast.walk(parsed(module)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            lines: dict[str, list[int]] = {}
+            returned = set()
+            for node in ast.walk(function):
+                if isinstance(node, ast.Name):
+                    lines.setdefault(node.id, []).append(node.lineno)
+                elif isinstance(node, ast.arg):
+                    lines.setdefault(node.arg, []).append(node.lineno)
+                elif isinstance(node, ast.Return) and isinstance(node.value, ast.Name):
+                    returned.add(node.value.id)
+            for name in UNTELLING & lines.keys():
+                if name in returned or max(lines[name]) - min(lines[name]) > 5:
+                    lasting.add((module, function.name, name))
+    assert lasting == PUBLIC_PARAMETERS
+
+
 def test_no_two_files_of_tests_have_one_name():
     """Pytest imports them by their names alone."""
     names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))

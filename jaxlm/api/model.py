@@ -214,9 +214,9 @@ class LoadedModel:
 
         check_seed(seed)
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        given = {name: value for name, value in options.items() if value is not None}
-        Sampling(**given).check()
-        sampling = self.sampling(**given)
+        chosen = {name: value for name, value in options.items() if value is not None}
+        Sampling(**chosen).check()
+        sampling = self.sampling(**chosen)
         return self.complete(self.requests(prompts, max_tokens, num_samples, sampling, stop), seed)
 
     def requests(
@@ -244,8 +244,8 @@ class LoadedModel:
             for row, request in enumerate(requests)
         ]
 
-    def sampling(self, **given: Any) -> "Sampling":
-        """Return the sampling that is given, fields of `Sampling`, and otherwise that of generation_config.json of
+    def sampling(self, **chosen: Any) -> "Sampling":
+        """Return the sampling of the chosen fields of `Sampling`; the others are those of generation_config.json of
         published weights. Raises InputError for values there that mean nothing."""
         from jaxlm.inference.requests import Sampling
 
@@ -255,9 +255,9 @@ class LoadedModel:
             for name, off in _PUBLISHED.items()
             if published.get("do_sample") and published.get(name, off) not in (None, off)
         }
-        if taken := [f"{name} = {value}" for name, value in values.items() if name not in given]:
+        if taken := [f"{name} = {value}" for name, value in values.items() if name not in chosen]:
             self._say(f"{', '.join(taken)} of generation_config.json")
-        return Sampling(**{**values, **given}).check("generation_config.json: {} =".format)
+        return Sampling(**{**values, **chosen}).check("generation_config.json: {} =".format)
 
     def complete(self, requests: "Sequence[Request]", seed: int = 0) -> "Iterator[TextChunk]":
         """Return the pieces of the continuations of requests, as they are drawn. Raises InputError as `generate`."""

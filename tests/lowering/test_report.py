@@ -76,7 +76,7 @@ def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), q
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_flops_and_memory_agree_with_the_count_and_with_xla(small, platform, kind):
-    # XLA leaves a hole of one residual in prefill, and rounds up the many small arrays of a draw.
+    # XLA's buffer assignment has a hole of one residual in prefill, and rounds up the many small arrays of a draw.
     holes = {"train": 0.01, "prefill": 0.065, "decode": 0.02}[kind]
     assert_flops_and_memory_agree(compiled(small, FOUR[platform], kind), platform, kind, holes)
 

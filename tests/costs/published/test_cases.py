@@ -135,3 +135,11 @@ def test_the_readme_has_the_table_that_is_counted():
     inside = inside_bracket(ROWS)
     said = f"{inside['inside']} of {inside['all']} do, none is faster, and {inside['slower']} are slower"
     assert said in " ".join(readme.split()) and not inside["faster"]
+    measured = [row.row() for row in EXPRESSED if row.case.of == "decode"]
+    # The bound is the larger end of a rate, and the smaller end of a time.
+    shares = [
+        row["published"] / max(row["bracket"]) if row["unit"] == "tok/s" else min(row["bracket"]) / row["published"]
+        for row in measured
+    ]
+    said = f"decoding ran at {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the lower bound's rate"
+    assert len(shares) == 8 and said in " ".join(readme.split())

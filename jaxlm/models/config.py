@@ -18,7 +18,13 @@ Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
 
-class RMSNormConfig(Section):
+class NormConfig(Section):
+    """A section from which norms are made."""
+
+    kind: str
+
+
+class RMSNormConfig(NormConfig):
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4)."""
 
     kind: Literal["rms"] = "rms"
@@ -36,7 +42,7 @@ class RMSNormConfig(Section):
         return self
 
 
-class LayerNormConfig(Section):
+class LayerNormConfig(NormConfig):
     """Layer normalisation (Ba et al. 2016, arXiv:1607.06450, equations 3 and 4)."""
 
     kind: Literal["layer"] = "layer"
@@ -141,7 +147,8 @@ class DenseFeedForwardConfig(LayerConfig):
         return ("up", "gate") if self.gated else ("up",)
 
 
-# The sections of `[model.attention]` and `[model.feed_forward]`, to which `jaxlm.models` registers further kinds.
+# The sections of tables of `[model]`, to which `jaxlm.models` registers further kinds.
+NORMS = Kinds(RMSNormConfig, LayerNormConfig)
 ATTENTIONS = Kinds(GroupedQueryAttentionConfig)
 FEED_FORWARDS = Kinds(DenseFeedForwardConfig)
 
@@ -149,7 +156,7 @@ FEED_FORWARDS = Kinds(DenseFeedForwardConfig)
 class BlockConfig(Section):
     """One layer."""
 
-    norm: Annotated[RMSNormConfig | LayerNormConfig, Field(discriminator="kind")]
+    norm: NORMS  # pyright: ignore[reportInvalidTypeForm]
     position: Annotated[LearnedPositionsConfig | RopeConfig | NoPositionsConfig, Field(discriminator="kind")]
     attention: ATTENTIONS  # pyright: ignore[reportInvalidTypeForm]
     feed_forward: FEED_FORWARDS  # pyright: ignore[reportInvalidTypeForm]

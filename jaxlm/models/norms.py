@@ -1,21 +1,30 @@
-"""Norm layers, over one or more of the last dimensions of an array."""
+"""Norm layers, over one or more of the last dimensions of an array, by the `kind` of `[model.norm]`."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
 
-from jaxlm.models import config, doors
+from jaxlm.core.registry import Registry
+from jaxlm.models import doors
+from jaxlm.models.config import NORMS, LayerNormConfig, ModelConfig, NormConfig, RMSNormConfig
 from jaxlm.models.logical_axes import RESIDUAL, Axes
 from jaxlm.models.parameters import Module, ones, param, zeros
 from kernels_pallas import layer_norm, rms_norm
 
 
+class Norm(Protocol):
+    """A norm: a module made of (model, rngs, shape, axes), the shape and the axes of the dimensions that it is over."""
+
+    def __call__(self, x: jax.Array, axes: Axes = RESIDUAL, residual: jax.Array | None = None) -> Any:
+        """Return the norm of x, which has these logical axes; with a residual (x + residual, its norm)."""
+        ...
+
+
 class RMSNorm(Module):
     """x / √(mean(x²) + ε) · scale, or times 1 + scale, statistics in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, model: config.ModelConfig, shape: tuple[int, ...], axes: str, rngs: nnx.Rngs):
-        assert isinstance(model.norm, config.RMSNormConfig)
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...], axes: str):
         self.settings, self.dimensions = model.norm, len(shape)
         initial = zeros if model.norm.plus_one else ones
         self.scale = param(rngs, shape, axes, initial) if model.norm.scale else None
@@ -29,8 +38,7 @@ class RMSNorm(Module):
 class LayerNorm(Module):
     """(x − mean) / √(var + ε) · scale + bias, statistics in float32 (arXiv:1607.06450)."""
 
-    def __init__(self, model: config.ModelConfig, shape: tuple[int, ...], axes: str, rngs: nnx.Rngs):
-        assert isinstance(model.norm, config.LayerNormConfig)
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...], axes: str):
         self.settings, self.dimensions = model.norm, len(shape)
         self.scale = param(rngs, shape, axes, ones) if model.norm.scale else None
         self.bias = param(rngs, shape, axes, zeros) if model.norm.bias else None
@@ -52,12 +60,10 @@ class NoNorm(Module):
         return total, total
 
 
-Norm = RMSNorm | LayerNorm | NoNorm
-_NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+_REGISTRY = Registry(NORMS, NormConfig, {RMSNormConfig: RMSNorm, LayerNormConfig: LayerNorm})
+register, unregister = _REGISTRY.register, _REGISTRY.unregister
 
 
-def norm(
-    model: config.ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...] | None = None, axes: str = "channels"
-) -> Norm:
+def norm(model: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...] | None = None, axes: str = "channels") -> Norm:
     """Return the norm that the configuration names, over dimensions of this shape; over the residual's where None."""
-    return _NORMS[model.norm.kind](model, shape or (model.d_model,), axes, rngs)
+    return _REGISTRY.of(model.norm)(model, rngs, shape or (model.d_model,), axes)

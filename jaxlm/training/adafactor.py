@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.models.tree import Dimensions, Tree
-from jaxlm.training.optimizer_cost import OptimizerCost, moments
 
 _TINY_SQUARE = 1e-30  # ε₁ of the paper, section 9
 _SMALLEST_SCALE = 1e-3  # ε₂
@@ -20,11 +19,6 @@ class AdafactorState(NamedTuple):
 
     count: jax.Array
     second: Tree
-
-
-def cost(d: Dimensions) -> OptimizerCost:
-    """Return the cost of an update: of a matrix a number per input and one per output of each layer."""
-    return OptimizerCost((d.stack + d.inputs, d.stack + d.outputs)) if d.inputs else moments(d, 1)
 
 
 def scale_by_adafactor(dimensions: Tree, decay_exponent: float, update_clip: float) -> optax.GradientTransformation:

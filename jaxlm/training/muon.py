@@ -15,7 +15,7 @@ from jaxlm.parallel.collectives import map_whole
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Rules, together
 from jaxlm.training.config import MuonConfig
-from jaxlm.training.optimizer_cost import OptimizerCost, OptimizerMove, OptimizerProduct, moments
+from jaxlm.training.optimizer_cost import OptimizerMove, OptimizerProduct, UpdateCost
 
 # Jordan et al. 2024, "Newton-Schulz iteration": a·X + b·(XXᵀ)X + c·(XXᵀ)²X takes singular values from far below 1 to
 # between 0.68 and 1.13 in five iterations.
@@ -58,15 +58,15 @@ def _of_layers(d: Dimensions, update: jax.Array, iterations: int) -> jax.Array:
     return map_whole(orthogonal, update, *d.axes)
 
 
-def cost(settings: MuonConfig, d: Dimensions, layout: Layout, rules: Rules) -> OptimizerCost:
-    """Return the cost of an update: that of Adam, or for a matrix one moment and the products of the iterations.
+def update_cost(settings: MuonConfig, d: Dimensions, layout: Layout, rules: Rules) -> UpdateCost:
+    """Return the cost of an update: none of Adam's, and for a matrix the products of the iterations.
 
     Updates move until each matrix is whole on one device, and back (`jaxlm.parallel.collectives.map_whole`): one axis
     after the other goes to the stack, which is padded to the number of devices. Along an axis that shards a matrix that
     is an all-to-all; along others a device keeps its shard, and gathers afterwards.
     """
     if not d.projection:
-        return moments(d, 2)
+        return UpdateCost()
     short, long = sorted(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
     stack = math.prod(d.shape[i] for i in d.stack)
     each = math.ceil(stack / layout.size)
@@ -80,7 +80,7 @@ def cost(settings: MuonConfig, d: Dimensions, layout: Layout, rules: Rules) -> O
         else:
             moves.append(OptimizerMove("all-gather", axis, 1, elements))
             elements //= size
-    return OptimizerCost(moments(d, 1).state, products, tuple(moves))
+    return UpdateCost(products, tuple(moves))
 
 
 def orthogonalize(x_MIO: jax.Array, iterations: int) -> jax.Array:

@@ -1,7 +1,10 @@
 """The optimizer, which reads from the abstract tree what each parameter is; from optax wherever that suffices."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,40 +12,95 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxlm.core.registry import Registry
 from jaxlm.models import tree as model_tree
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding, replicated
 from jaxlm.parallel.rules import Rules
 from jaxlm.training import adafactor, muon
-from jaxlm.training.config import OptimizerConfig
+from jaxlm.training.config import (
+    AdafactorConfig,
+    AdamWConfig,
+    AnyOptimizer,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from jaxlm.training.groups import Rule, rules
-from jaxlm.training.optimizer_cost import OptimizerCost, moments
+from jaxlm.training.optimizer_cost import OptimizerCost, StateArray, UpdateCost
 from jaxlm.training.promotion import promoting
 from jaxlm.training.schedules import schedule
 
-# Per kind: the direction of an update, from settings and dimensions, before decay and learning rate.
-_DIRECTIONS: dict[str, Callable[[Any, Tree], optax.GradientTransformation]] = {
-    "adamw": lambda s, _: optax.scale_by_adam(s.beta1, s.beta2, s.epsilon),
-    "muon": muon.scale_by_muon_and_adam,
-    "adafactor": lambda s, dimensions: adafactor.scale_by_adafactor(dimensions, s.decay_exponent, s.update_clip),
-    "lion": lambda s, _: optax.scale_by_lion(s.beta1, s.beta2),
-    "sgd": lambda s, _: optax.trace(s.momentum, s.nesterov),
-}
-
-# Per kind: the cost of a parameter's update, from settings, its dimensions, and a mesh's layout and rules.
-_COSTS: dict[str, Callable[[Any, Dimensions, Layout, Rules], OptimizerCost]] = {
-    "adamw": lambda s, d, layout, rules: moments(d, 2),
-    "muon": muon.cost,
-    "adafactor": lambda s, d, layout, rules: adafactor.cost(d),
-    "lion": lambda s, d, layout, rules: moments(d, 1),
-    "sgd": lambda s, d, layout, rules: moments(d, 1),
-}
+# From settings and the `Dimensions` of each parameter: the direction of an update, before decay and learning rate.
+Direction = Callable[[Any, Tree], optax.GradientTransformation]
+# From settings, the dimensions of a parameter, and a mesh's layout and rules.
+DeclareUpdate = Callable[[Any, Dimensions, Layout, Rules], UpdateCost]
 
 
-def cost(settings: OptimizerConfig, d: Dimensions, layout: Layout, rules: Rules) -> OptimizerCost:
-    """Return what the optimizer declares for a parameter on a mesh of this layout."""
-    return _COSTS[settings.kind](settings, d, layout, rules)
+def _declare_nothing(settings: OptimizerConfig, d: Dimensions, layout: Layout, rules: Rules) -> UpdateCost:
+    return UpdateCost()
+
+
+_REGISTRY: Registry[tuple[Direction, DeclareUpdate]] = Registry(
+    AnyOptimizer,
+    OptimizerConfig,
+    {
+        AdamWConfig: (lambda s, _: optax.scale_by_adam(s.beta1, s.beta2, s.epsilon), _declare_nothing),
+        MuonConfig: (muon.scale_by_muon_and_adam, muon.update_cost),
+        AdafactorConfig: (
+            lambda s, dimensions: adafactor.scale_by_adafactor(dimensions, s.decay_exponent, s.update_clip),
+            _declare_nothing,
+        ),
+        LionConfig: (lambda s, _: optax.scale_by_lion(s.beta1, s.beta2), _declare_nothing),
+        SGDConfig: (lambda s, _: optax.trace(s.momentum, s.nesterov), _declare_nothing),
+    },
+)
+unregister = _REGISTRY.unregister
+
+
+def register(section: type[OptimizerConfig], direction: Direction, declare: DeclareUpdate = _declare_nothing) -> None:
+    """Let `kind` of [optimizer] select a direction of updates. Clipping, weight decay, groups, the schedule and the
+    learning rate are applied as for any other.
+
+    Args:
+      section: its keys, with a `kind: Literal["NAME"] = "NAME"`.
+      direction: returns a transformation of optax, such as `optax.scale_by_adam`, from (settings, dimensions): a
+        section, and the `Dimensions` of each parameter as a tree.
+      declare: returns the matrix products and the collectives of a parameter's update from (settings, dimensions,
+        layout, rules); by default none. What the optimizer keeps is read from its state.
+
+    Raises ValueError where it has no kind, where another section has its kind, or where it is no `OptimizerConfig`.
+    """
+    _REGISTRY.register(section, (direction, declare))
+
+
+def costs(
+    settings: OptimizerConfig, parameters: Mapping[str, Dimensions], layout: Layout, rules: Rules
+) -> dict[str, OptimizerCost]:
+    """Return the cost of an update of each parameter, by path, on a mesh of this layout."""
+    direction, declare = _REGISTRY.of(settings)
+    state = _kept(direction, settings, tuple(parameters.items()))
+    return {path: OptimizerCost(*state[path], *declare(settings, d, layout, rules)) for path, d in parameters.items()}
+
+
+@functools.lru_cache(maxsize=64)  # for every layout of a search
+def _kept(
+    direction: Direction, settings: Any, dimensions: tuple[tuple[str, Dimensions], ...]
+) -> dict[str, tuple[tuple[StateArray, ...], int]]:
+    """Return the arrays that are kept for each parameter, and bytes of others, of which its first one has all."""
+    parameters = dict(dimensions)
+    shapes = {path: jax.ShapeDtypeStruct(d.shape, jnp.float32) for path, d in parameters.items()}
+    state = jax.eval_shape(promoting(direction(settings, parameters).init), shapes)
+    kept: dict[str, list[StateArray]] = {path: [] for path in parameters}
+    whole: Counter[str] = Counter()
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if (part := _part(keys, leaf, parameters)) is not None:
+            kept[part.path].append(StateArray(part.dimensions, leaf.dtype.itemsize))
+        elif leaf.ndim:  # no count of updates
+            whole[next(iter(parameters))] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return {path: (tuple(kept[path]), whole[path]) for path in parameters}
 
 
 def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformation:
@@ -51,7 +109,7 @@ def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTrans
     Raises InputError for a group whose pattern decides nothing.
     """
     dimensions = model_tree.dimensions(tree)
-    direction = _DIRECTIONS[settings.kind](settings, dimensions)
+    direction = _REGISTRY.of(settings)[0](settings, dimensions)
     rate = schedule(settings.schedule, settings.learning_rate)
     transform = optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
@@ -86,33 +144,42 @@ def _decay_and_scale(settings: OptimizerConfig, tree: nnx.State) -> optax.Gradie
 
 
 def state_shardings(transformation: optax.GradientTransformation, tree: nnx.State, mesh: Mesh) -> Any:
-    """Return a sharding for each leaf of the optimizer's state.
+    """Return a sharding for each leaf of the optimizer's state: of what has dimensions of a parameter (`_part`) as
+    these; other leaves are replicated."""
+    parameters = model_tree.paths(model_tree.dimensions(tree))
 
-    A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter. "inputs" and
-    "outputs" below such a path are sharded like these dimensions of the parameter. Other leaves are replicated.
-    """
-    places = _places(tree, mesh)
-
-    def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        for start in range(len(keys)):
-            shape, placement = places.get("/".join(keys[start:]), (None, None))
-            if shape == leaf.shape:
-                return placement
-        return replicated(mesh)
+    def place(keys: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        if (part := _part(keys, leaf, parameters)) is None:
+            return replicated(mesh)
+        axes = parameters[part.path].axes
+        return named_sharding([axes[i] for i in part.dimensions], leaf.shape, mesh)
 
     state = jax.eval_shape(transformation.init, model_tree.shapes(tree))
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _places(tree: nnx.State, mesh: Mesh) -> dict[str, tuple[tuple[int, ...], NamedSharding]]:
-    """Return {path: (shape, sharding)} of the parameters, and of a matrix's state per input and per output."""
-    places = {}
-    for path, d in model_tree.paths(model_tree.dimensions(tree)).items():
-        kept = {path: range(len(d.shape))}
-        if d.inputs:
-            kept |= {f"{path}/inputs": d.stack + d.inputs, f"{path}/outputs": d.stack + d.outputs}
-        for name, axes in kept.items():
-            part = tuple(d.shape[i] for i in axes)
-            places[name] = part, named_sharding([d.axes[i] for i in axes], part, mesh)
-    return places
+class _ParameterPart(NamedTuple):
+    """The parameter that an array of the state belongs to, and the dimensions of it that the array has."""
+
+    path: str
+    dimensions: tuple[int, ...]
+
+
+def _part(keys: tuple, leaf: jax.ShapeDtypeStruct, parameters: Mapping[str, Dimensions]) -> _ParameterPart | None:
+    """Return what of a parameter an array of the state has, by its path there; None for others.
+
+    Its path ends in the parameter's, and it has the parameter's shape; or below that path in "inputs" or "outputs", and
+    it has the shape of these dimensions of a matrix.
+    """
+    names = jax.tree_util.keystr(keys, simple=True, separator="/").split("/")
+    for start in range(len(names)):
+        path, last = "/".join(names[start:]), ""
+        if path not in parameters:
+            path, last = "/".join(names[start:-1]), names[-1]
+        if (d := parameters.get(path)) is None:
+            continue
+        sides = {"": tuple(range(len(d.shape))), "inputs": d.stack + d.inputs, "outputs": d.stack + d.outputs}
+        dimensions = sides.get(last, ())
+        if (not last or d.inputs) and tuple(d.shape[i] for i in dimensions) == leaf.shape and leaf.ndim:
+            return _ParameterPart(path, dimensions)
+    return None

@@ -1,8 +1,6 @@
-"""The declaration of an optimizer's cost: what it holds, multiplies and moves for one parameter."""
+"""The cost of an optimizer: what it keeps, multiplies and moves for one parameter."""
 
 from typing import NamedTuple
-
-from jaxlm.models.tree import Dimensions
 
 
 class OptimizerProduct(NamedTuple):
@@ -24,17 +22,28 @@ class OptimizerMove(NamedTuple):
     numbers: int
 
 
-class OptimizerCost(NamedTuple):
-    """The cost of an update of one parameter, except for reading and writing the parameter.
+class UpdateCost(NamedTuple):
+    """The products and collectives of an update of one parameter, which the optimizer declares."""
 
-    `state`: the float32 arrays that are kept, each as the dimensions of the parameter that it has.
-    """
-
-    state: tuple[tuple[int, ...], ...]
     products: tuple[OptimizerProduct, ...] = ()
     moves: tuple[OptimizerMove, ...] = ()
 
 
-def moments(d: Dimensions, n: int) -> OptimizerCost:
-    """Return the cost of an update that keeps `n` arrays like the parameter."""
-    return OptimizerCost((tuple(range(len(d.shape))),) * n)
+class StateArray(NamedTuple):
+    """An array that an optimizer keeps: the dimensions of the parameter that it has, and bytes of a number."""
+
+    dimensions: tuple[int, ...]
+    itemsize: int
+
+
+class OptimizerCost(NamedTuple):
+    """The cost of an update of one parameter, except for reading and writing the parameter.
+
+    `state`: the arrays that are kept with its dimensions. `whole_bytes`: of other arrays, which every device keeps
+    whole.
+    """
+
+    state: tuple[StateArray, ...]
+    whole_bytes: int
+    products: tuple[OptimizerProduct, ...]
+    moves: tuple[OptimizerMove, ...]

@@ -93,7 +93,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model=5", ["model must be a section", "[model]"]),
         ("optimizer.schedule=5", ["optimizer.schedule must be a section"]),
         ("model.norm=rms", ["model.norm must be a section"]),
-        ("model.norm={}", ["model.norm.kind is missing"]),
+        ("model.position={}", ["model.position.kind is missing"]),
         ("model.norm.kind=group", ["model.norm.kind = 'group'", "rms", "layer"]),
         ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rope"]),
         ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context_length is missing"]),

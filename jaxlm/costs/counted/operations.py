@@ -28,7 +28,7 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Rules
 from jaxlm.training.config import OptimizerConfig
-from jaxlm.training.optimizer import cost
+from jaxlm.training.optimizer import costs
 from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
 
@@ -200,24 +200,24 @@ def passes(device: DeviceStep, use: RecordedOp) -> Iterator[Pass]:
         if each.counted is None:
             yield each
         else:
-            function, operands, numbers = each.counted
-            once, gradient = _flops_per_number(function, operands)
-            forward = each.forward._replace(flops=each.forward.flops + once * numbers)
-            backward = each.backward._replace(flops=each.backward.flops + gradient * numbers)
+            function, shapes, times = each.counted
+            once, gradient = _flops_of_call(function, shapes)
+            forward = each.forward._replace(flops=each.forward.flops + once * times)
+            backward = each.backward._replace(flops=each.backward.flops + gradient * times)
             yield each._replace(forward=forward, backward=backward)
 
 
 @functools.lru_cache(maxsize=256)
-def _flops_per_number(function: Callable[..., Any], operands: int) -> tuple[int, int]:
-    """Return the FLOPs of a function for one number of each of its operands, and those of its derivative."""
+def _flops_of_call(function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
+    """Return the FLOPs of a function of float32 arrays, and those of its derivative."""
 
     def both(*x: jax.Array) -> tuple:
         y, pull_back = jax.vjp(function, *x)
         return y, pull_back(y)
 
-    one = (jax.ShapeDtypeStruct((1,), jnp.float32),) * operands
-    once = count(function, *one).flops
-    return once, count(both, *one).flops - once
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    once = count(function, *arrays).flops
+    return once, count(both, *arrays).flops - once
 
 
 def _beside(use: RecordedOp, part: Pass, phase: Phase) -> Operation:
@@ -248,8 +248,8 @@ def _optimizer_operations(work: Workload) -> Iterator[Operation]:
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
     moved = 4 * (3 * trained + (2 * sum(stored.values()) if work.average else 0)) + 2 * optimizer_bytes(work)
     yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, trained * _OPTIMIZER_FLOPS)
-    for path, (_, products, _) in updates(work).items():
-        for times, *sizes in products:
+    for path, declared in updates(work).items():
+        for times, *sizes in declared.products:
             product = Product(*sizes)
             moved = 4 * product.batch * (product.m * product.k + product.k * product.n + product.m * product.n)
             yield Operation(f"optimizer/{path}", "optimizer", times, product, moved, moved)
@@ -269,7 +269,10 @@ def optimizer_bytes(work: Workload) -> int:
 def _state_bytes(work: Workload) -> int:
     declared, dimensions = _declared(work), work.trainable
     pairs = ((dimensions[path], kept) for path, each in declared.items() for kept in each.state)
-    return 4 * sum(work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept)) for d, kept in pairs)
+    whole = sum(each.whole_bytes for each in declared.values())
+    return whole + sum(
+        size * work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept)) for d, (kept, size) in pairs
+    )
 
 
 def _declared(work: Workload) -> dict[str, OptimizerCost]:
@@ -282,5 +285,5 @@ def _of_optimizer(
     model: ModelConfig, lora: LoraConfig | None, optimizer: OptimizerConfig, layout: Layout, rules: Rules
 ) -> dict[str, OptimizerCost]:
     base = frozenset() if lora is None else parameters.base(model, lora)
-    dimensions = parameters.parameters(model, lora).items()
-    return {path: cost(optimizer, d, layout, rules) for path, d in dimensions if path not in base}
+    trained = {path: d for path, d in parameters.parameters(model, lora).items() if path not in base}
+    return costs(optimizer, trained, layout, rules)

@@ -171,7 +171,7 @@ def _sums(work: Workload) -> Iterator[Collective]:
 def _optimizer(work: Workload) -> Iterator[Collective]:
     """Yield the collectives that the optimizer declares, those of all parameters together."""
     sent_bytes: Counter[tuple[str, str, int]] = Counter()
-    for _, _, moves in updates(work).values():
+    for moves in (each.moves for each in updates(work).values()):
         for kind, axis, times, numbers in moves:
             sent_bytes[kind, axis, times] += 4 * numbers
     for (kind, axis, times), total in sent_bytes.items():

@@ -1,11 +1,14 @@
-"""Attention layers, by the `kind` of `[model.attention]`."""
+"""Attention layers, by the `kind` of `[model.attention]`.
+
+`register` takes a section, and a `Mixer` made of (model, rngs).
+"""
 
 from flax import nnx
 
+from jaxlm.core.registry import Registry
 from jaxlm.models.attention.gqa import GroupedQueryAttention
 from jaxlm.models.cache import Mixer
 from jaxlm.models.config import ATTENTIONS, AttentionConfig, GroupedQueryAttentionConfig, ModelConfig
-from jaxlm.models.registry import Registry
 
 _REGISTRY = Registry(ATTENTIONS, AttentionConfig, {GroupedQueryAttentionConfig: GroupedQueryAttention})
 register, unregister = _REGISTRY.register, _REGISTRY.unregister
@@ -13,4 +16,4 @@ register, unregister = _REGISTRY.register, _REGISTRY.unregister
 
 def attention(model: ModelConfig, rngs: nnx.Rngs) -> Mixer:
     """Return the attention layer that the configuration names."""
-    return _REGISTRY.make(model.attention, model, rngs)
+    return _REGISTRY.of(model.attention)(model, rngs)

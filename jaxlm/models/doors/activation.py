@@ -26,7 +26,7 @@ def _function(name: str, gated: bool) -> Callable[..., jax.Array]:
 def _declare(local: Local) -> DoorCost:
     """Return the cost of an activation, with the FLOPs of the bias in front of it."""
     (x,) = local.operands
-    counted = CountedFunction(_function(local.options["name"], gated=False), 1, x.numbers)
+    counted = CountedFunction(_function(local.options["name"], gated=False), ((1,),), x.numbers)
     passes = (loop((Loop(1, 0, 2), Loop(1, 0, 4)), x, "activation", counted=counted),)
     return DoorCost(passes=passes, saved=Saved((0,)), in_place=in_place(local))
 
@@ -46,7 +46,7 @@ def _declare_gated(local: Local) -> DoorCost:
     if local.kernels:
         kernel = costs(*(each.abstract for each in local.operands), activation=name)
         return DoorCost(passes=(launched(kernel, "activation"),), saved=saved)
-    counted = CountedFunction(_function(name, gated=True), 2, gate.numbers)
+    counted = CountedFunction(_function(name, gated=True), ((1,), (1,)), gate.numbers)
     passes = (loop((Loop(0, 0, 3), Loop(0, 0, 5)), gate, "activation", counted=counted),)
     return DoorCost(passes=passes, saved=saved, in_place=InPlace(backward=True))
 

@@ -161,12 +161,12 @@ class Loop(NamedTuple):
 
 
 class CountedFunction(NamedTuple):
-    """A function of so many float32 numbers whose FLOPs are counted in its jaxpr, as those of its derivative are; for
-    each of so many `numbers`."""
+    """A function of float32 arrays of these shapes whose FLOPs are counted in its jaxpr, as those of its derivative
+    are, and which is called so many times."""
 
     function: Callable[..., Any]
-    operands: int
-    numbers: int
+    shapes: tuple[tuple[int, ...], ...]
+    times: int
 
 
 class Pass(NamedTuple):

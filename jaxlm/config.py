@@ -232,6 +232,9 @@ def _check(experiment: Experiment, kind: Kind) -> None:
         raise InputError("[dpo] is an objective for data.preferences, which are not given; give them or leave it out")
     if experiment.dpo is not None and training.z_loss:
         raise InputError(f"training.z_loss = {training.z_loss} is no part of [dpo]; leave it out")
+    if (objective := experiment.objective.kind) != "next_token" and (experiment.dpo is not None or training.z_loss):
+        other = "[dpo]" if experiment.dpo is not None else f"training.z_loss = {training.z_loss}"
+        raise InputError(f"{other} is no part of objective.kind = {objective!r}; leave either out")
     _, sequence = sizes(experiment, kind or "train")
     if sequence > model.context_length:
         raise InputError(

@@ -23,7 +23,7 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
-from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig
+from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, NextTokenConfig, ObjectiveConfig, OptimizerConfig
 from jaxlm.training.groups import frozen
 from kernels_pallas.paged_attention.costs import SectionReads
 
@@ -60,9 +60,9 @@ class Workload:
       sequence: tokens of each sequence.
       platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
         (`kernels_pallas.flash_attention.causal_chunks`).
-      optimizer, lora, microbatches, steps, dropout, average: in training alone. `microbatches`: the parts of a batch
-        that follow one another. `steps`: the optimizer steps of the run. `dropout`: whether numbers are dropped.
-        `average`: whether an average of the parameters is kept beside them.
+      optimizer, lora, objective, microbatches, steps, dropout, average: in training alone. `objective`: that of text.
+        `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of the run.
+        `dropout`: whether numbers are dropped. `average`: whether an average of the parameters is kept beside them.
       page, chunk_tokens, engine_steps, is_padded: in inference alone. `page`: tokens of a page. `chunk_tokens`: the
         most rows of prompts in a step, on each shard. `engine_steps`: the steps of one shape that this workload is
         restricted to; None: all steps that its tokens need. `is_padded`: whether padding rows and padding keys of the
@@ -79,6 +79,7 @@ class Workload:
     own_rules: Rules | None = None  # in place of those of RULES for this kind of step
     optimizer: OptimizerConfig = AdamWConfig(schedule=ConstantScheduleConfig())
     lora: LoraConfig | None = None
+    objective: ObjectiveConfig = NextTokenConfig()
     microbatches: int = 1
     steps: int = 1
     dropout: bool = False
@@ -113,6 +114,7 @@ class Workload:
             work,
             optimizer=experiment.optimizer,
             lora=experiment.lora,
+            objective=experiment.objective,
             microbatches=training.microbatches,
             steps=training.steps,
             dropout=training.dropout > 0,

@@ -188,6 +188,18 @@ class SGDConfig(OptimizerConfig):
     """Look ahead with the momentum."""
 
 
+class ObjectiveConfig(Section):
+    """A section from which the objective of training on text, or on answers, is made."""
+
+    kind: str
+
+
+class NextTokenConfig(ObjectiveConfig):
+    """The cross-entropy of the next token, with `training.z_loss`. Preferences have `[dpo]` in its place."""
+
+    kind: Literal["next_token"] = "next_token"
+
+
 class DPOConfig(Section):
     """Direct preference optimisation, the objective of `data.preferences` (Rafailov et al. 2023, arXiv:2305.18290,
     equation 7): answers are held against the model that training began with."""
@@ -196,6 +208,7 @@ class DPOConfig(Section):
     """The weight of the log-probabilities relative to that model's: the larger, the closer to it."""
 
 
+OBJECTIVES = Kinds(NextTokenConfig)
 AnyOptimizer = Kinds(AdamWConfig, MuonConfig, AdafactorConfig, LionConfig, SGDConfig)
 
 
@@ -239,6 +252,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig
     optimizer: AnyOptimizer
+    objective: OBJECTIVES = NextTokenConfig()  # pyright: ignore[reportInvalidTypeForm]
     dpo: DPOConfig | None = None
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

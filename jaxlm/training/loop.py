@@ -26,12 +26,13 @@ from jaxlm.training.environment import memory_use
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Attempts, Clock, ThroughputMeter
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
-from jaxlm.training.objectives import PREFERENCE_METRICS
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
 from jaxlm.training.step import TrainPrograms, TrainState, TrainStep
 
+# Metrics of a step that a line of metrics.jsonl names otherwise, or not; all others it has.
+_NAMED = frozenset(("loss", "grad_norm", "learning_rate", "tokens", "learned_tokens", "skipped", "skipped_in_a_row"))
 # For what comes behind the last checkpoint.
 _END_S = 2.0
 
@@ -268,7 +269,7 @@ class Trainer:
                 "mfu": self._mfu(rates["step_s"]),
                 "grad_norm": _finite(metrics["grad_norm"]),
                 "learning_rate": _finite(metrics["learning_rate"]),
-                **{name: _finite(metrics[name]) for name in ("z_loss", *PREFERENCE_METRICS) if name in metrics},
+                **{name: _finite(value) for name, value in metrics.items() if name not in _NAMED},
                 "skipped": int(metrics["skipped"]),
                 **memory_use(self._mesh.local_devices),
             }

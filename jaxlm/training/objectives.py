@@ -1,13 +1,16 @@
 """Objectives: what a step makes small, as sums over a batch and the number that they are divided by."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.registry import Registry
 from jaxlm.data.packing import CHOSEN, REJECTED
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.transformer import Transformer
+from jaxlm.training.config import OBJECTIVES, NextTokenConfig, ObjectiveConfig, TrainingConfig
 
 # tokens, targets, segments, positions: int32 [B, T] each; of preferences also `reference` (`jaxlm.data.packing`).
 Batch = dict[str, jax.Array]
@@ -41,6 +44,20 @@ class NextToken(NamedTuple):
         """Return the sums of `loss`, in nats, and of `z_loss` where there is one."""
         terms = module.cross_entropy(hidden_BTD, batch["targets"], batch["segments"] > 0, self.z_loss)
         return Auxiliary(terms if self.z_loss else {"loss": terms["loss"]})
+
+
+# Makes an objective of its section and of [training].
+MakeObjective = Callable[[Any, TrainingConfig], Objective]
+
+_REGISTRY: Registry[MakeObjective] = Registry(
+    OBJECTIVES, ObjectiveConfig, {NextTokenConfig: lambda _, training: NextToken(training.z_loss)}
+)
+register, unregister = _REGISTRY.register, _REGISTRY.unregister
+
+
+def objective(settings: ObjectiveConfig, training: TrainingConfig) -> Objective:
+    """Return the objective of text that the configuration names."""
+    return _REGISTRY.of(settings)(settings, training)
 
 
 class DirectPreference(NamedTuple):

@@ -24,8 +24,22 @@ from jaxlm.models.tree import Tree
 from jaxlm.parallel.collectives import summed_over_replicas
 from jaxlm.parallel.partition import constrain, replicated
 from jaxlm.training import norms as norms_of
-from jaxlm.training.config import DPOConfig, OptimizerConfig, RunConfig, TrainingConfig
-from jaxlm.training.objectives import Batch, DirectPreference, NextToken, Objective, preference_logprobs
+from jaxlm.training.config import (
+    DPOConfig,
+    NextTokenConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from jaxlm.training.objectives import (
+    Batch,
+    DirectPreference,
+    NextToken,
+    Objective,
+    objective,
+    preference_logprobs,
+)
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
 from jaxlm.training.schedules import schedule
 
@@ -47,7 +61,7 @@ class TrainState(NamedTuple):
 class TrainStep:
     """One step of training a model, as pure functions of plain trees.
 
-    The objective is the next token's unless `dpo` is given. With `lora`, adapters alone are trained, and are the
+    The objective is that of text unless `dpo` is given. With `lora`, adapters alone are trained, and are the
     `parameters` of the state. Under microbatches the loss is still the sum over the whole batch, divided by what the
     objective counts in it.
 
@@ -60,6 +74,7 @@ class TrainStep:
     optimizer: OptimizerConfig
     dpo: DPOConfig | None = None
     lora: LoraConfig | None = None
+    of_text: ObjectiveConfig = NextTokenConfig()
 
     def __post_init__(self) -> None:
         _ = self._transform, self._mask_frozen  # which check the patterns
@@ -68,7 +83,13 @@ class TrainStep:
     def of(cls, settings: RunConfig) -> "TrainStep":
         """Return the step of a run with these settings."""
         return cls(
-            settings.model, settings.execution, settings.training, settings.optimizer, settings.dpo, settings.lora
+            settings.model,
+            settings.execution,
+            settings.training,
+            settings.optimizer,
+            settings.dpo,
+            settings.lora,
+            settings.objective,
         )
 
     def init(self) -> TrainState:
@@ -81,17 +102,20 @@ class TrainStep:
             return self._first_state(weights, {})
         return self._first_state(self._initial_weights()[0], weights)
 
-    def loss_sums(self, parameters: Tree, batch: Batch, dropout: Dropout) -> Auxiliary:
-        """Return the terms of the objective and statistics, each summed over what the objective counts."""
+    def loss_sums(
+        self, parameters: Tree, batch: Batch, dropout: Dropout, objective: Objective | None = None
+    ) -> Auxiliary:
+        """Return the terms of the objective, or of another, and statistics, each summed over what it counts."""
+        objective = objective or self.objective
         module = nnx.merge(self._graph, parameters)
         positions = batch["positions"]
         hidden, _, of_layers = module.hidden(
             batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=self.execution
         )
-        count = self.objective.count(batch).astype(jnp.float32)
+        count = objective.count(batch).astype(jnp.float32)
         losses = {name: count * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
         statistics = {name: count * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
-        return self.objective.sums(module, hidden, batch) | Auxiliary(losses, statistics)
+        return objective.sums(module, hidden, batch) | Auxiliary(losses, statistics)
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Auxiliary, Tree, jax.Array]:
         """Return the means of the objective's terms and of statistics, the float32 gradients of the objective, and the
@@ -152,10 +176,12 @@ class TrainStep:
             }
 
     def evaluate(self, parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return the sum of the losses and their number, of parameters with those of the base."""
+        """Return the sum of the losses and their number, of parameters with those of the base. Of text it is the
+        cross-entropy, whatever the objective is, so that runs can be compared."""
+        objective = self.objective if self.dpo is not None else NextToken(self.training.z_loss)
         with kernels.using_kernels(self.execution.kernels):
-            terms = self.loss_sums(cast(parameters, self._dtype), batch, Dropout())
-            return terms.losses["loss"], self.objective.count(batch)
+            terms = self.loss_sums(cast(parameters, self._dtype), batch, Dropout(), objective)
+            return terms.losses["loss"], objective.count(batch)
 
     def preference_logprobs(self, parameters: Tree, batch: Batch) -> jax.Array:
         """Return ln p of the chosen and of the rejected answers, float32 [B, 2], as `objectives` does, of parameters
@@ -214,7 +240,7 @@ class TrainStep:
     @property
     def objective(self) -> Objective:
         """The objective that is made small."""
-        return NextToken(self.training.z_loss) if self.dpo is None else DirectPreference(self.dpo.beta)
+        return objective(self.of_text, self.training) if self.dpo is None else DirectPreference(self.dpo.beta)
 
     @property
     def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:

@@ -14,6 +14,7 @@ from jaxlm.models.execution_config import Remat
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.rules import Placement, together
+from jaxlm.training.config import ObjectiveConfig
 
 
 class _PlacedArray(NamedTuple):
@@ -34,7 +35,7 @@ class DeviceStep:
         self.answers: dict[tuple, Any] = {}
         layout, dtypes = work.representative().layout, (work.dtype, work.page_dtype)
         if work.kind == "train":
-            forward: tuple[Any, ...] = work.model, work.sequence, work.dropout, work.lora
+            forward: tuple[Any, ...] = work.model, work.sequence, work.dropout, work.lora, work.objective
             self.recording, self._sections = recorder.record(*forward), ()
         else:
             forward = work.model, work.page
@@ -49,7 +50,7 @@ class DeviceStep:
         work = self.work
         if work.kind != "train":
             return frozenset()
-        return _trained(work.model, work.sequence, work.dropout, work.lora, work.frozen)
+        return _trained(work.model, work.sequence, work.dropout, work.lora, work.objective, work.frozen)
 
     @cached_property
     def layered(self) -> frozenset[str]:
@@ -212,6 +213,11 @@ def replicated_kv_heads(work: Workload) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def _trained(
-    model: ModelConfig, sequence: int, dropout: bool, lora: LoraConfig | None, frozen: Set[str]
+    model: ModelConfig,
+    sequence: int,
+    dropout: bool,
+    lora: LoraConfig | None,
+    objective: ObjectiveConfig,
+    frozen: Set[str],
 ) -> frozenset[int]:
-    return recorder.record(model, sequence, dropout, lora).trained(frozen)
+    return recorder.record(model, sequence, dropout, lora, objective).trained(frozen)

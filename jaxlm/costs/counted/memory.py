@@ -14,6 +14,7 @@ from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.parameters import copied
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
+from jaxlm.models.doors.cost import LossWorkspace
 
 
 class Memory(NamedTuple):
@@ -102,7 +103,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
         gathered = _gathered(device, recording.by_layer[layer])
         yield Memory(resident.parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
-    ((use, loss),) = ((use, loss) for use in recording.uses if (loss := device.cost(use).loss))
+    use, loss = _loss(device)
     around, tables = saved, 0
     if loss.gradients:  # and the gradient of the residual
         around += _ungathered(device, use) + loss.gradients
@@ -120,6 +121,16 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         gradient_bytes = sums + tables + itemsize * of_layers + _gathered(device, last)
         yield Memory(resident.parameters + gathered, gradient_bytes, state, saved + backward.bytes, waiting, 0)
     yield Memory(4 * _trainable(work) + _base(work), sums or itemsize * total, state, 0, 0, 0)
+
+
+def _loss(device: DeviceStep) -> tuple[RecordedOp, LossWorkspace]:
+    """Return the door of the loss that needs most memory; where the objective has none, that of its logits."""
+    losses = [(use, loss) for use in device.recording.uses if (loss := device.cost(use).loss)]
+    if losses:
+        return max(losses, key=lambda each: each[1].logits)
+    use = next(use for use in reversed(device.recording.uses) if device.cost(use).workspace.forward)
+    logits = device.cost(use).workspace.forward
+    return use, LossWorkspace(logits, logits)
 
 
 def _ungathered(device: DeviceStep, use: RecordedOp) -> int:

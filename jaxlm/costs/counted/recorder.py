@@ -7,6 +7,7 @@ rematerialisation runs again.
 
 import functools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import scan_p
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.axes import Dimensions, Factor, dimensions, factors, products_inside, through
 from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.ragged_step import Batch, StepResults, ragged_step
@@ -33,6 +35,8 @@ from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.recording import recording
+from jaxlm.training.config import NextTokenConfig, ObjectiveConfig, TrainingConfig
+from jaxlm.training.objectives import objective
 
 # Products belong to doors: one outside of them would be counted nowhere.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
@@ -44,6 +48,8 @@ PAGES = "float8_e5m2"
 
 # Equations that take a layer of a stacked parameter.
 _PARTS = frozenset({"dynamic_slice", "reshape", "squeeze"})
+
+_NEXT_TOKEN = NextTokenConfig()
 
 # Trees that are only read: a plan asks for the same one several times.
 abstract = functools.lru_cache(maxsize=8)(tree.abstract)
@@ -148,17 +154,26 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=64)
-def record(model: ModelConfig, sequence: int, dropout: bool, lora: LoraConfig | None = None) -> Recording:
-    """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters.
+def record(
+    model: ModelConfig,
+    sequence: int,
+    dropout: bool,
+    lora: LoraConfig | None = None,
+    of_text: ObjectiveConfig = _NEXT_TOKEN,
+) -> Recording:
+    """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters, up
+    to its objective of text.
 
-    Raises ValueError for a product outside of the doors (`jaxlm.models.doors`).
+    Raises InputError for a product outside of the doors (`jaxlm.models.doors`).
     """
     graph, parameters = abstract(model, lora)
 
     def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
         module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
         hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
-        return module.cross_entropy(hidden, tokens, tokens > 0)["loss"]
+        batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
+        losses = objective(of_text, TrainingConfig(sequence=sequence)).sums(module, hidden, batch).losses
+        return functools.reduce(operator.add, losses.values())
 
     tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
     return _read(forward, tree.shapes(parameters, _COMPUTE), tokens, jax.eval_shape(lambda: jax.random.key(0)))
@@ -169,7 +184,7 @@ def record_engine(model: ModelConfig, page: int) -> Recording:
     """Record the engine's step with a single row, whose sequence decodes, for pages of `page` tokens. Equal layers are
     recorded once, although the engine's program has each layer by itself.
 
-    Raises ValueError as `record` does.
+    Raises InputError as `record` does.
     """
     graph, parameters = abstract(model)
     with recording():
@@ -235,7 +250,7 @@ class _Reader:
             if eqn.primitive is MARKER:
                 results = self._use(eqn, known, here, times, layer)
             elif name in _PRODUCTS:
-                raise ValueError(f"{_place(here)} multiplies outside of the doors of a model (jaxlm.models.doors)")
+                raise InputError(f"{_place(here)} multiplies outside of the doors of a model (jaxlm.models.doors)")
             elif eqn.primitive is scan_p:
                 results = self._scan(eqn, [self.new() if each is None else each for each in operands], here, times)
             elif name in ("checkpoint", "remat2"):  # a layer: recordings show each as what may run again

@@ -107,7 +107,17 @@ class Bar(Display):
 
 def _metrics(metrics: dict[str, Any]) -> str:
     loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-    return f"loss {loss} · {metrics['tokens_per_s']:,.0f} tokens/s"
+    rate = f"{metrics['tokens_per_s']:,.0f} tokens/s"
+    if "learned_tokens_per_s" in metrics:
+        rate += f", {metrics['learned_tokens_per_s']:,.0f} of them learned"
+    epoch = [f"epoch {epoch:.{1 if epoch >= 1 else 2}f}" for epoch in [metrics.get("epoch")] if epoch is not None]
+    return " · ".join([f"loss {loss}", *preferences(metrics), *epoch, rate])
+
+
+def preferences(metrics: dict[str, Any]) -> list[str]:
+    """Return in words how well the chosen answers are told from the rejected ones; empty without preferences."""
+    words = ("accuracy", ".1%"), ("margin", ".4f")
+    return [f"{name} {metrics[name]:{form}}" for name, form in words if metrics.get(name) is not None]
 
 
 @contextmanager

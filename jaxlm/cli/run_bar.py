@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from jaxlm.cli.ladder import show
-from jaxlm.cli.progress import Bar
+from jaxlm.cli.progress import Bar, preferences
 from jaxlm.parallel.processes import is_first
 from jaxlm.training.display import Ended
 from jaxlm.training.goodput import Attempts, Goodput, summary
@@ -53,12 +53,13 @@ class RunBar(Bar):
         held_out = "" if not evaluations else f", held-out loss {'not finite' if loss is None else f'{loss:.4f}'}"
         if ended.sample is not None:
             print(f"\n{ended.sample}\n")
-        print(f"{paths}: {ended.step} steps{held_out}")
+        learned = "".join(f", {words}" for words in preferences(_last_metrics(paths)))
+        print(f"{paths}: {ended.step} steps{held_out}{learned}")
         sample = "" if ended.sample is None else f"sample {paths.sample}, "
         print(f"loss curve {paths.loss_curve}, {sample}checkpoints {paths.checkpoints}")
 
     def _row(self, ended: Ended) -> dict[str, Any]:
-        last: dict[str, Any] = (JsonLines(self._paths.metrics).rows() or [{}])[-1]
+        last = _last_metrics(self._paths)
         evaluations = JsonLines(self._paths.evaluations).rows()
         goodput = summary(Attempts.file(self._paths.goodput).rows())
         return {
@@ -68,9 +69,15 @@ class RunBar(Bar):
             "loss": last.get("loss"),
             "held_out_loss": evaluations[-1]["loss"] if evaluations else None,
             "tokens_per_s": last.get("tokens_per_s"),
+            **{name: last[name] for name in ("accuracy", "margin") if name in last},
             "goodput": goodput.share,
             "seconds": goodput.seconds,
         }
+
+
+def _last_metrics(paths: RunPaths) -> dict[str, Any]:
+    """Return the last line of metrics; empty before the first."""
+    return (JsonLines(paths.metrics).rows() or [{}])[-1]
 
 
 def exit_status(ended: Ended) -> int:

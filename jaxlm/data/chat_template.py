@@ -130,7 +130,8 @@ class ChatTemplate:
 
     def _pieces(self, messages: Sequence[Message], reply: bool, tools: Sequence[Any] | None) -> Iterator[str | int]:
         """Yield what the template writes: texts, and the ids of control tokens between them."""
-        context = {"messages": list(messages), "tools": list(tools) if tools else None}
+        shown_messages = [with_arguments_as_tables(message) for message in messages]
+        context = {"messages": shown_messages, "tools": list(tools) if tools else None}
         used = set(json.dumps(context, ensure_ascii=False)) if self._control else set()
         free = iter(character for character in _STAND_INS if character not in used)
         stands_for: dict[str, str] = {}
@@ -165,6 +166,33 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, names))) if names else None
 
 
+def with_arguments_as_tables(message: Message) -> Message:
+    """Return a message as templates read it: the arguments of its calls are values, where JSON in a text is given, as
+    OpenAI's records have it. Raises InputError for a text that is no JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return message
+    return {**message, "tool_calls": [_with_table(call) for call in calls]}
+
+
+def _with_table(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _with_table(function)}
+    if not isinstance(text := call.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text, parse_constant=_refuse_constant) if text.strip() else {}
+    except (ValueError, RecursionError):
+        raise InputError(f"the arguments of a call must be JSON, and are {text[:_SHOWN]!r}") from None
+    return {**call, "arguments": arguments}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def load(
     folder: Path, tokenizer: Tokenizer, now: Callable[[], datetime.datetime] = datetime.datetime.now
 ) -> ChatTemplate | None:
@@ -177,7 +205,7 @@ def load(
         return read(folder / FILE, folder, tokenizer, now)
     for file in (folder / SETTINGS, folder / _OLD_FILE):
         if (source := _chosen(_table(file).get("chat_template"), file)) is not None:
-            return ChatTemplate(source, tokenizer, _tokens(folder), f"chat_template of {file}", now)
+            return ChatTemplate(source, tokenizer, _tokens(folder, tokenizer), f"chat_template of {file}", now)
     return None
 
 
@@ -186,14 +214,40 @@ def read(
 ) -> ChatTemplate:
     """Return the chat template in a file, with the names of tokens that a folder of published files has. Raises
     InputError for files that are missing or broken."""
-    return ChatTemplate(_text(file), tokenizer, _tokens(folder), str(file), now)
+    return ChatTemplate(_text(file), tokenizer, _tokens(folder, tokenizer), str(file), now)
 
 
-def _tokens(folder: Path) -> dict[str, str]:
-    """Return the tokens that a template may name, such as `bos_token`."""
+def _tokens(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the tokens that a template may name, such as `bos_token`: as the files of a folder name them. Where none
+    does, those that begin and end a text are named by their ids, in these files or of the tokenizer."""
     settings = _table(folder / _SPECIAL_TOKENS) | _table(folder / SETTINGS)
-    found = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
-    return {name: text for name, text in found.items() if text is not None}
+    named = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+    if "bos_token" not in named:  # null says that there is none
+        named["bos_token"] = _control(tokenizer, [*_ids(folder, "bos_token_id"), *tokenizer.begin])
+    if named.get("eos_token") is None:
+        named["eos_token"] = end_of_text(folder, tokenizer)
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def end_of_text(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """Return the name of the control token that ends a text: the first whose id is in a folder's files, else the
+    separator of documents or another id of the tokenizer that ends what is drawn. None where none is known."""
+    own = sorted(tokenizer.stop_token_ids, key=lambda number: (number != tokenizer.separator, number))
+    return _control(tokenizer, [*_ids(folder, "eos_token_id"), *own])
+
+
+def _ids(folder: Path, key: str) -> list[int]:
+    """Return the ids under a key of generation_config.json and config.json."""
+    tables = [_table(folder / "generation_config.json"), _table(folder / "config.json")]
+    values = [value for table in tables if (value := table.get(key)) is not None]
+    ids = [number for value in values for number in (value if isinstance(value, list) else [value])]
+    return [number for number in ids if isinstance(number, int)]
+
+
+def _control(tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
+    """Return the name of the first of these ids that is a control token's."""
+    names = {number: name for name, number in tokenizer.controls.items()}
+    return next((names[number] for number in ids if number in names), None)
 
 
 def _chosen(described: Any, file: Path) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import InputError
-from jaxlm.data.chat_template import ChatTemplate, Message
+from jaxlm.data.chat_template import ChatTemplate, Message, with_arguments_as_tables
 from jaxlm.data.store import LEARNED, TokenStore
 from jaxlm.data.tokenizers import Tokenizer
 
@@ -82,6 +82,10 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
             message.get("content") is None and "tool_calls" not in message
         ):
             raise NotAConversation(f"has {key} of which one has no content")
+        try:
+            with_arguments_as_tables(message)  # as the template will
+        except InputError as error:
+            raise NotAConversation(f"has {key} of which one cannot be shown: {error}") from None
     return [{name: inner for name, inner in message.items() if inner is not None} for message in value]
 
 
@@ -173,6 +177,18 @@ def _end_of_turn(tokens: Sequence[int], start: int, template: ChatTemplate) -> i
     if last is None or template.tokenizer.decode(tokens[last + 1 :]).strip():
         return len(tokens)
     return last + 1
+
+
+def ends_answers(template: ChatTemplate) -> bool:
+    """Return whether a template writes a control token behind an answer, which is learned with it; otherwise nothing
+    that is learned ends what is drawn."""
+    question, answer = {"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "!"}
+    try:
+        tokens, learned = encode(Conversation([question, answer]), template)
+    except InputError:  # it asks for other messages
+        return True
+    is_control = np.isin(tokens[learned], [*template.tokenizer.controls.values()])
+    return bool(is_control[int(np.argmin(is_control)) :].any())  # those before the answer do not end it
 
 
 def pieces(store: TokenStore, document: int, tokenizer: Tokenizer) -> list[tuple[str, bool]]:

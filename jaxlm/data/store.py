@@ -16,6 +16,7 @@ SHARD_TOKENS = 2**29
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 2**22
 _LONGEST_TOKEN = 256  # characters
+_DOCUMENTS_PER_SCAN = 4096
 LEARNED = np.uint32(1 << 31)  # the highest bit of a token of a conversation that is learned
 
 
@@ -90,6 +91,25 @@ class TokenStore:
         """Return whether each of `length` tokens of a document is learned, from its token `start` on."""
         tokens = self._read(document, start, length)
         return (tokens & LEARNED).astype(bool) if self.of_conversations else np.ones(len(tokens), bool)
+
+    def first_learned(self) -> np.ndarray:
+        """Return the number of tokens before the first learned target of each document, int64 [documents]; where none
+        is learned, the largest int64. The first token of a document is no target."""
+        none = np.iinfo(np.int64).max
+        if not self.of_conversations:
+            return np.where(self.lengths > 1, 1, none)
+        first = np.full(len(self.documents), none)
+        for number, shard in enumerate(self.shards):  # the documents of a shard follow one another without gaps
+            inside = np.flatnonzero(self.documents[:, 0] == number)
+            for at in range(0, len(inside), _DOCUMENTS_PER_SCAN):
+                some = inside[at : at + _DOCUMENTS_PER_SCAN]
+                starts, lengths = np.asarray(self.documents[some, 1]), np.asarray(self.documents[some, 2])
+                end = int(starts[-1] + lengths[-1])
+                learned = np.flatnonzero(shard[starts[0] : end] & LEARNED) + starts[0]
+                following = np.append(learned, end)[np.searchsorted(learned, starts + 1)]
+                is_inside = following < starts + lengths
+                first[some[is_inside]] = (following - starts)[is_inside]
+        return first
 
     def _read(self, document: int, start: int, length: int) -> np.ndarray:
         shard, first, _ = self.documents[document]

@@ -15,6 +15,7 @@ from jaxlm.costs import capacity
 from jaxlm.data import chat_template, conversations
 from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.dataset import Dataset, prepare
+from jaxlm.data.packing import NothingToLearn, cut_remark, rows_of
 from jaxlm.parallel import processes
 from jaxlm.runs.job_folder import JobFolder
 from jaxlm.runs.source import ModelSource, WeightsRequest, check_start, check_tokenizer, with_own_tokenizer
@@ -143,7 +144,8 @@ class Job:
             processes.check_same("data", identity, "let data.text and data.tokenizer be the same for all")
         if self._source is not None:
             check_tokenizer(self._source, dataset.tokenizer)
-        self._show_conversations(dataset)
+        with processes.first_process_first("packing"):
+            self._pack(dataset)
         return dataset
 
     def _sidecar_files(self) -> dict[str, bytes]:
@@ -153,24 +155,23 @@ class Job:
             contents[chat_template.FILE] = expanded(path, "data.chat_template").read_bytes()
         return contents
 
-    def _show_conversations(self, dataset: Dataset) -> None:
-        """Show one conversation and what of it is learned, and say how many are too long."""
+    def _pack(self, dataset: Dataset) -> None:
+        """Pack the rows of training and of evaluation. Show one conversation and what of it is learned, and say how
+        many are cut or left out. Raises InputError where a source leaves nothing to learn, or to measure."""
         sequence = self._experiment.training.sequence
         for name, source in dataset.sources.items():
-            if not source.train.of_conversations:
-                continue
-            lengths, titles = source.train.lengths, ["one conversation"]
-            if source.train.of_pairs:
-                lengths, titles = lengths[::2] + lengths[1::2] - 1, ["a chosen answer", "the rejected one"]
-            for number, title in enumerate(titles):
-                pieces = conversations.pieces(source.train, number, dataset.tokenizer)
-                self._display.example(f"{title} of {name}, and what of it is learned:", pieces)
-            if cut := int((lengths > sequence + 1).sum()):
-                of = "pairs" if source.train.of_pairs else "conversations"
-                self._display.say(
-                    f"{name}: {cut:,} of {len(lengths):,} {of} are longer than training.sequence = {sequence} tokens "
-                    f"(the longest has {int(lengths.max()) - 1:,}) and are cut there"
-                )
+            for side, store in (("training", source.train), ("held-out", source.held_out)):
+                try:
+                    remark = cut_remark(rows_of(store, sequence))
+                except NothingToLearn as error:
+                    raise InputError(f"{side} text of {name}: {error}") from None
+                if remark is not None:
+                    self._display.say(f"{side} text of {name}: {remark}")
+            if source.train.of_conversations:
+                titles = ["a chosen answer", "the rejected one"] if source.train.of_pairs else ["one conversation"]
+                for number, title in enumerate(titles):
+                    pieces = conversations.pieces(source.train, number, dataset.tokenizer)
+                    self._display.example(f"{title} of {name}, and what of it is learned:", pieces)
 
     def _count(self) -> "tuple[Counted, Mesh]":
         """Make the mesh, and say what a step on it costs."""

@@ -12,7 +12,7 @@ from jaxlm.core.schema import shown
 from jaxlm.data import tokenizers
 from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.dataset import tokenize_whole
-from jaxlm.data.packing import Rows
+from jaxlm.data.packing import NothingToLearn, Rows, cut_remark
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Dtype
@@ -195,12 +195,17 @@ def text_rows(
     experiment: Experiment, data: str, tokenizer: Tokenizer, template: "ChatTemplate | None", display: Display
 ) -> dict[str, Rows]:
     """Return the rows of a text at the path `data`, or of conversations that a template shows, in tokens. Raises
-    InputError where it cannot be read."""
+    InputError where it cannot be read, or has nothing to predict."""
     try:
         store = tokenize_whole(experiment.data, data, tokenizer, template, display.say, display.progress)
+        rows = Rows(store, experiment.training.sequence)
+    except NothingToLearn as error:
+        raise InputError(f"{data}: {str(error).removeprefix('data.text: ')}") from None
     except InputError as error:
         raise InputError(re.sub(r"^data\.(text|chat)\b", _options, str(error))) from None
-    return {"data": Rows(store, experiment.training.sequence)}
+    if (remark := cut_remark(rows)) is not None:
+        display.say(f"{data}: {remark}")
+    return {"data": rows}
 
 
 def _options(key: re.Match[str]) -> str:

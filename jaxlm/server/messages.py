@@ -1,6 +1,5 @@
 """Messages of a conversation, and the tools that they may call, as chat templates read them."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -136,7 +135,7 @@ def _shown(message: MessageBody, template: str) -> dict[str, Any]:
     if (message.tool_calls or role == "tool") and not re.search(r"\btool", template):
         raise Refusal("messages: the model's chat template shows no calls of tools; leave them out", param="messages")
     if message.tool_calls:
-        shown["tool_calls"] = [_shown_call(call) for call in message.tool_calls]
+        shown["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
     if message.reasoning_content is not None:
         key = next((key for key in _THOUGHTS if re.search(rf"\b{key}\b", template)), None)
         if key is None:
@@ -147,13 +146,3 @@ def _shown(message: MessageBody, template: str) -> dict[str, Any]:
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     return shown
-
-
-def _shown_call(call: CallBody) -> dict[str, Any]:
-    """Return a call as templates read it: its arguments are a table, not JSON."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        raise Refusal("messages: arguments of a call must be JSON, in a text", param="messages") from None
-    shown = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return shown if call.id is None else {"id": call.id, **shown}

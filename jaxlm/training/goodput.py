@@ -74,24 +74,29 @@ class ThroughputMeter:
 
     def restart(self) -> None:
         """Begin to count anew."""
-        self._began, self._steps, self._tokens = self._clock.seconds(), 0, 0
+        self._began, self._steps, self._tokens, self._learned_tokens = self._clock.seconds(), 0, 0, 0
         self._last = time.perf_counter()
 
-    def add(self, tokens: int) -> None:
-        """Count a completed step."""
+    def add(self, tokens: int, learned_tokens: int | None = None) -> None:
+        """Count a completed step on so many tokens, all of which are learned unless it is said how many."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+        self._learned_tokens += tokens if learned_tokens is None else learned_tokens
         before, self._last = self._last, time.perf_counter()
         self.longest_s = max(self.longest_s, self._last - before)
 
     def rates(self) -> dict[str, float]:
         """Return `step_s`, `tokens_per_s`, and per step `host_s`, the host's own work, and `data_wait_s`, the wait for
-        the next batch. Host and device work at the same time: only host time beyond a step delays it."""
+        the next batch; where not all tokens are learned also `learned_tokens_per_s`. Host and device work at the same
+        time: only host time beyond a step delays it."""
         now = self._clock.seconds()
         spent = {name: now.get(name, 0.0) - self._began.get(name, 0.0) for name in (*_STEPS, DATA_WAIT)}
         seconds = max(sum(spent.values()), 1e-9)
+        rates = {"tokens_per_s": self._tokens / seconds}
+        if self._learned_tokens != self._tokens:
+            rates["learned_tokens_per_s"] = self._learned_tokens / seconds
         return {
             "step_s": seconds / self._steps,
-            "tokens_per_s": self._tokens / seconds,
+            **rates,
             "host_s": spent[HOST] / self._steps,
             "data_wait_s": (spent[DATA] + spent[DATA_WAIT]) / self._steps,
         }

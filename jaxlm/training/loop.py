@@ -94,6 +94,7 @@ class Trainer:
         with first_process_first("packing"):
             self._rows = [(rows_of(source.train, sequence), source.weight) for source in sources.values()]
             self._held_out_rows = {name: rows_of(source.held_out, sequence) for name, source in sources.items()}
+        self._epoch_rows = sum(len(rows) for rows, _ in self._rows)
         self._step = TrainStep.of(settings)
         self._programs = self._step.jitted(mesh)
 
@@ -256,7 +257,7 @@ class Trainer:
             metrics = to_host(arrays)
         if step == self._first:
             self._trains_from(step)
-        self._throughput.add(int(metrics["tokens"]))
+        self._throughput.add(int(metrics["tokens"]), int(metrics["learned_tokens"]))
         self._attempts.write(step)
         in_a_row = int(metrics["skipped_in_a_row"])
         row = None
@@ -265,6 +266,7 @@ class Trainer:
             row = {
                 "step": step,
                 "loss": _finite(metrics["loss"]),
+                "epoch": step * self._training.batch / self._epoch_rows,
                 **rates,
                 "mfu": self._mfu(rates["step_s"]),
                 "grad_norm": _finite(metrics["grad_norm"]),

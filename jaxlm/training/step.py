@@ -138,9 +138,10 @@ class TrainStep:
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the next state and the metrics of the step.
 
-        They are `loss` (nats per target), `grad_norm` (before clipping), `learning_rate`, `tokens` (targets that
-        count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the mean term that was added to the
-        loss, and what layers and other objectives return (`jaxlm.models.rows.Auxiliary`).
+        They are `loss` (nats per target), `grad_norm` (before clipping), `learning_rate`, `tokens` (of the rows,
+        without padding), `learned_tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also
+        `z_loss`, the mean term that was added to the loss, and what layers and other objectives return
+        (`jaxlm.models.rows.Auxiliary`).
         """
         with kernels.using_kernels(self.execution.kernels):
             terms, grads, targets = self.gradients(state, batch)
@@ -170,7 +171,8 @@ class TrainStep:
                 **terms.statistics,
                 "grad_norm": grad_norm,
                 "learning_rate": self._learning_rate(state.step - state.skipped),
-                "tokens": targets,
+                "tokens": jnp.sum(batch["segments"] != 0),
+                "learned_tokens": targets,
                 "skipped": next_state.skipped,
                 "skipped_in_a_row": next_state.skipped_in_a_row,
             }

@@ -37,3 +37,13 @@ def test_elsewhere_there_are_lines(monkeypatch):
         "step 1: loss 1.5000 · 1,000 tokens/s",
         "step 2: loss 1.5000 · 1,000 tokens/s",
     ]
+
+
+def test_a_line_says_what_is_learned_and_how_often_it_was_read(monkeypatch):
+    metrics = {"loss": 0.5, "tokens_per_s": 2000.0, "learned_tokens_per_s": 150.0, "epoch": 1.34}
+    metrics |= {"accuracy": 0.75, "margin": 0.2}
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=out, force_terminal=False, width=100))
+    Bar(1).advance(1, metrics)
+    learned = "2,000 tokens/s, 150 of them learned"
+    assert out.getvalue() == f"step 1: loss 0.5000 · accuracy 75.0% · margin 0.2000 · epoch 1.3 · {learned}\n"

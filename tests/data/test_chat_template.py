@@ -109,6 +109,22 @@ def test_an_old_file_names_tokens_that_the_settings_do_not(tmp_path):
     assert load(tmp_path, tokenizer_fixtures.chatml()).render(QUESTION, reply=True) == "<|note|><|im_end|>"
 
 
+@pytest.mark.parametrize(
+    "file, content, shown",
+    [
+        ("config.json", {"bos_token_id": 257, "eos_token_id": [258, 256]}, "<|im_start|><|im_end|>"),
+        ("generation_config.json", {"eos_token_id": 258}, "<|endoftext|><|im_end|>"),
+        ("tokenizer_config.json", {"bos_token": None, "eos_token": None}, "<|endoftext|>"),
+        ("config.json", {}, "<|endoftext|><|endoftext|>"),
+    ],
+)
+def test_tokens_that_no_file_names_are_those_of_known_ids(file, content, shown, tmp_path):
+    """Ids of the files go before ids of the tokenizer; null says that nothing begins a text."""
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    (tmp_path / file).write_text(json.dumps(content))
+    assert load(tmp_path, tokenizer_fixtures.chatml()).render(QUESTION, reply=True) == shown
+
+
 def test_a_folder_has_its_template_in_one_of_several_files(tmp_path):
     tokenizer, settings = tokenizer_fixtures.chatml(), tmp_path / "tokenizer_config.json"
     assert load(tmp_path, tokenizer) is None

@@ -11,9 +11,9 @@ from jaxlm.core.errors import InputError
 from jaxlm.data import conversations
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.config import DataConfig
-from jaxlm.data.conversations import Conversation, NotAConversation, encode
+from jaxlm.data.conversations import Conversation, NotAConversation, encode, ends_answers
 from jaxlm.data.dataset import prepare
-from jaxlm.data.packing import Rows
+from jaxlm.data.packing import NothingToLearn, Rows, cut_remark
 
 TOKENIZER = tokenizer_fixtures.chatml()
 
@@ -152,6 +152,56 @@ def test_a_conversation_longer_than_a_row_is_cut_at_its_end(model, tmp_path):
     chat = data(model, tmp_path, chat=str(tmp_path / "x.jsonl"), validation=records(tmp_path / "v.jsonl", 3))
     rows = Rows(prepare(chat, 300).sources["data"].train, 40)
     assert len(rows) == 1 and ("abcdefgh" * 20).startswith(texts(rows)[0]) and texts(rows)[0]
+
+
+def test_conversations_that_keep_no_token_of_an_answer_are_left_out_and_counted(model, tmp_path):
+    lines = [{"prompt": "q" * 30 * (i % 3), "completion": "yes"} for i in range(9)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = data(model, tmp_path, chat=str(tmp_path / "x.jsonl"), validation=records(tmp_path / "v.jsonl", 3))
+    store = prepare(chat, 300).sources["data"].train
+    rows = Rows(store, 60)
+    assert (rows.left_out, Rows(store, 60).left_out, Rows(store, 200).left_out) == (3, 3, 0)
+    assert all((rows[number]["segments"] > 0).any() for number in range(len(rows)))
+    said = "3 of 9 conversations are longer than training.sequence = 60 tokens (the longest has 83) and are cut there"
+    assert cut_remark(rows) == f"{said}; 3 of them keep no token of an answer and are left out"
+    with pytest.raises(NothingToLearn, match="none of the 9 conversations .*sequence = 12 .* raise it to 19"):
+        Rows(store, 12)
+
+
+def test_an_answer_without_a_token_is_left_out(model, tmp_path):
+    (model.parent / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    lines = [{"prompt": "q", "completion": "yes" * (i % 2)} for i in range(6)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = data(model, tmp_path, chat=str(tmp_path / "x.jsonl"), validation=records(tmp_path / "v.jsonl", 3))
+    rows = Rows(prepare(chat, 300).sources["data"].train, 60)
+    assert rows.left_out == 3
+    assert cut_remark(rows) == "3 of 6 conversations have no token of an answer and are left out"
+
+
+def test_arguments_of_a_call_are_a_table_to_the_template_however_they_are_given():
+    template = "{% for m in messages %}<|im_start|>{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+    template += "{% endfor %}{{ m.content }}<|im_end|>{% endfor %}"
+    for arguments in ('{"tz": "UTC"}', {"tz": "UTC"}):
+        call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+        record = {"messages": [message("user", "time?"), message("assistant", "", tool_calls=[call])]}
+        assert learned(record, template) == ['<|im_start|>{"tz": "UTC"}<|im_end|>']
+    call["function"]["arguments"] = '{"tz": NaN}'
+    with pytest.raises(NotAConversation, match="the arguments of a call must be JSON, and are '{\"tz\": NaN}'"):
+        Conversation.of_record(record)
+
+
+def test_a_text_of_json_in_the_arguments_stays_a_text():
+    """It is read once, not twice."""
+    template = "{% for m in messages %}{{ m.tool_calls[0].arguments.x if m.tool_calls else '' }}<|im_end|>{% endfor %}"
+    calls = [{"name": "f", "arguments": json.dumps({"x": '{"y": 1}'})}]
+    record = {"messages": [message("user", "?"), message("assistant", "", tool_calls=calls)]}
+    assert learned(record, template) == ['{"y": 1}<|im_end|>']
+
+
+@pytest.mark.parametrize("end, ends", [("<|im_end|>", True), ("{{ eos_token }}", False), ("\n", False)])
+def test_whether_what_is_learned_ends_an_answer(end, ends):
+    template = f"{{% for m in messages %}}<|im_start|>{{{{ m.content }}}}{end}{{% endfor %}}"
+    assert ends_answers(ChatTemplate(template, TOKENIZER, {}, "the template")) is ends
 
 
 def test_validation_takes_the_place_of_what_is_held_out(model, tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from store_fixtures import write_store
 
+from jaxlm.core.errors import InputError
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.training.evaluation import Evaluation, evaluate, evaluate_sources
@@ -80,3 +81,8 @@ def test_the_row_holds_numbers_that_json_has(step, sources):
 
 def test_text_of_no_bytes_has_no_division_by_zero():
     assert math.isfinite(Evaluation(1.0, 1, 1, 0).bits_per_byte)
+
+
+def test_a_loss_on_nothing_is_an_error(step, sources):
+    with pytest.raises(InputError, match="no token to measure"):
+        evaluate(lambda parameters, batch: (0.0, 0), None, sources["a"], BATCH, meshes.make(1, 1, 1))

@@ -34,6 +34,15 @@ def test_throughput_excludes_time_between_steps():
     assert rates["tokens_per_s"] == pytest.approx(30 / rates["step_s"]) and rates["host_s"] < 0.01
 
 
+def test_the_rate_of_learned_tokens_is_said_where_not_all_are():
+    meter = ThroughputMeter(Clock())
+    meter.add(30, 30)
+    assert "learned_tokens_per_s" not in meter.rates()
+    meter.add(30, 10)
+    rates = meter.rates()
+    assert rates["learned_tokens_per_s"] == pytest.approx(rates["tokens_per_s"] * 40 / 60)
+
+
 def test_steps_that_were_done_twice_count_once():
     attempts = [
         {"from_step": 0, "to_step": 50, "seconds": {DEVICE: 40.0, HOST: 10.0, "compilation": 10.0}},

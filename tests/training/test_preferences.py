@@ -16,7 +16,7 @@ from tokenizer_fixtures import CHATML
 from jaxlm.data.config import DataConfig
 from jaxlm.data.conversations import NotAConversation, Preference
 from jaxlm.data.dataset import prepare
-from jaxlm.data.packing import CHOSEN, REJECTED, PreferenceRows, rows_of
+from jaxlm.data.packing import CHOSEN, REJECTED, NothingToLearn, PreferenceRows, cut_remark, rows_of
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import abstract
 from jaxlm.training import references
@@ -58,11 +58,23 @@ def test_a_row_holds_both_answers_apart(rows):
 
 
 def test_a_pair_longer_than_a_row_loses_ends(rows):
-    short = PreferenceRows(rows.store, 30)
+    short = PreferenceRows(rows.store, 48)
+    assert "15 of 18 pairs are longer than training.sequence = 48 tokens (the longest has 54)" in cut_remark(short)
     for number in range(len(short)):
         chosen, rejected = short.lengths(number)
-        assert chosen + rejected <= 30 and min(chosen, rejected) >= min(15, *rows.lengths(number))
-        assert len(short[number]["tokens"]) == 30
+        assert chosen + rejected <= 48 and min(chosen, rejected) >= min(24, *rows.lengths(number))
+        assert len(short[number]["tokens"]) == 48
+
+
+def test_a_pair_of_which_an_answer_keeps_no_token_is_left_out(rows):
+    """Prompts of 21 tokens fit into half a row of 43, and those of 22 do not."""
+    some = PreferenceRows(rows.store, 43)
+    assert 0 < len(some) < len(rows) and some.left_out == len(rows) - len(some)
+    assert f"{some.left_out} of them keep no token of an answer and are left out" in cut_remark(some)
+    for number in range(len(some)):
+        assert {CHOSEN, REJECTED} <= set(some[number]["segments"].tolist())
+    with pytest.raises(NothingToLearn, match="none of the 18 pairs has a token to learn: .*sequence = 30 .* to 42"):
+        PreferenceRows(rows.store, 30)
 
 
 @pytest.mark.parametrize(

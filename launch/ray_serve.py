@@ -1,6 +1,6 @@
 """Several replicas of a model behind one address, by Ray Serve.
 
-    pip install 'jaxlm[serve,ray]'
+    pip install -e '.[serve,ray]'
     python launch/ray_serve.py MODEL --replicas 2 [--port 8000] [--gpus 1] [-- --max-context 8192 …]
 
 Each replica is a `jaxlm serve` of its own, with what stands behind `--` given to it. An ingress reads what comes in,

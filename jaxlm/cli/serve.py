@@ -19,6 +19,7 @@ from jaxlm.api import serving
 from jaxlm.cli import chat, engine, trained
 from jaxlm.cli.paths import path
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 
 if TYPE_CHECKING:
     import socket
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     if any(importlib.util.find_spec(name) is None for name in _NEEDS):
-        raise InputError("jaxlm serve needs the packages of a server: pip install 'jaxlm[serve]'")
+        raise InputError(f"jaxlm serve needs the packages of a server: {install('serve')}")
     _check(arguments)
     from jaxlm.parallel import processes
 

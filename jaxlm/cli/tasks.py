@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxlm.cli.tables import TextTable, numbers, texts
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 
 _FEW_SHOT_SEED = 1234  # the harness's own
 _REASON = 200  # characters of the harness's message about a bad task
@@ -35,7 +36,7 @@ def check(arguments: Namespace) -> None:
             raise InputError(f"--{given[0].replace('_', '-')} is of tasks; give --tasks, or leave it out")
         return
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("--tasks needs the lm-evaluation-harness: pip install 'jaxlm[lm-eval]'")
+        raise InputError(f"--tasks needs the lm-evaluation-harness: {install('lm-eval')}")
     if arguments.limit is not None and arguments.limit < 1:
         raise InputError(f"--limit {arguments.limit} must be 1 or more")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 from jaxlm.core.files import fsync, replacing
 from jaxlm.data.cache import writing
 from jaxlm.data.config import HUGGING_FACE
@@ -56,7 +57,7 @@ def _rows(address: re.Match, field: str, first: int, end: int, key: str, entry: 
     try:
         import datasets
     except ImportError:
-        raise InputError(f"{key}: {entry} needs the package datasets: pip install 'jaxlm[hf]'") from None
+        raise InputError(f"{key}: {entry} needs the package datasets: {install('hf')}") from None
     try:
         stream = datasets.load_dataset(
             address["path"], address["name"], split=address["split"] or "train", streaming=True

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG, CARRIED, INDEX, SINGLE, shards
 
@@ -44,7 +45,7 @@ def _snapshot(name: str | Path, model: str, revision: str | None, files: Iterabl
     try:
         import huggingface_hub
     except ImportError:
-        raise InputError(f"{name} needs the package huggingface_hub: pip install 'jaxlm[hf]'") from None
+        raise InputError(f"{name} needs the package huggingface_hub: {install('hf')}") from None
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the library raises all kinds, for network, model and permission

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 from jaxlm.lowering.sass import HotLoop, hot_loops
 
 _KERNEL = re.compile(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", re.DOTALL)
@@ -140,7 +141,7 @@ def _tool(name: str) -> str:
             return str(path)
     if path := shutil.which(name):
         return path
-    raise InputError(f"{name} is not installed: pip install -e '.[compile]'")
+    raise InputError(f"{name} is not installed: {install('compile')}")
 
 
 @contextlib.contextmanager

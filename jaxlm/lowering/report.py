@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 from jaxlm.costs.counted import operations
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import KINDS, Network
@@ -20,7 +21,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops, targets
+from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops
 from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
 from jaxlm.lowering.programs import StepPrograms, step_programs
@@ -368,7 +369,7 @@ def _compiled_program(
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # the compiler is newer than jaxlib, which prints programs
-        why = f"this JAX cannot read the program of the compiler for {counted.target}; {targets.INSTALL}"
+        why = f"this JAX cannot read the program of the compiler for {counted.target}; {install('compile')}"
         raise InputError(why) from error
     texts[f"{prefix}optimised.hlo"] = text
     return _CompiledProgram(traced, compiled, seconds, text)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import accelerators
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 from jaxlm.costs.hardware.catalog import catalog
 from jaxlm.costs.hardware.chips import Chip, show_topology
 from jaxlm.costs.hardware.target import Target
@@ -14,7 +15,6 @@ from jaxlm.costs.hardware.target import Target
 if TYPE_CHECKING:
     import jax
 
-INSTALL = "pip install -e '.[compile]'"
 
 # Threads and float32 units per SM, by compute capability (CUDA C++ Programming Guide, tables of compute capabilities).
 _THREADS = {"8.0": 2048, "8.6": 1536, "8.9": 1536, "9.0": 2048, "10.0": 2048, "10.3": 2048, "12.0": 1536}
@@ -151,4 +151,4 @@ def _require(module: str, name: str) -> None:
     except ModuleNotFoundError:  # its parent package is missing too
         found = None
     if found is None:
-        raise InputError(f"{name} is not installed: {INSTALL}")
+        raise InputError(f"{name} is not installed: {install('compile')}")

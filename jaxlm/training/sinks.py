@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 from jaxlm.training.paths import RunPaths
 
 
@@ -25,7 +26,7 @@ class Sink(Protocol):
 def check_installed(wandb_project: str | None) -> None:
     """Raise InputError if a requested package is not installed."""
     if wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise InputError("records.wandb_project needs Weights & Biases: pip install 'jaxlm[wandb]'")
+        raise InputError(f"records.wandb_project needs Weights & Biases: {install('wandb')}")
 
 
 class TensorBoard:

@@ -97,7 +97,7 @@ def test_a_number_of_documents_is_needed(tmp_path):
 
 def test_the_package_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"pip install 'jaxlm\[hf\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '\.\[hf\]'"):
         get("hf:owner/name", tmp_path)
 
 

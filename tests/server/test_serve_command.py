@@ -193,7 +193,7 @@ def test_a_server_s_packages_are_named(monkeypatch, capsys):
     from jaxlm.cli import serve as command
 
     monkeypatch.setattr(command, "_NEEDS", ("starlette", "no_such_package"))
-    assert "pip install 'jaxlm[serve]'" in refused(capsys)
+    assert "pip install -e '.[serve]'" in refused(capsys)
 
 
 @pytest.mark.exhaustive  # tests/inference/test_leader.py has the engine of another process do the same

@@ -101,7 +101,7 @@ def test_weights_and_biases_without_a_login_is_one_line(tmp_path, monkeypatch):
 def test_a_package_that_is_not_here_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     sinks.check_installed(None)
-    with pytest.raises(InputError, match=r"pip install 'jaxlm\[wandb\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '\.\[wandb\]'"):
         sinks.check_installed("project")
 
 

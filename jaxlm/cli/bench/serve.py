@@ -18,6 +18,7 @@ from jaxlm.cli import engine
 from jaxlm.cli.bench import out
 from jaxlm.cli.paths import path
 from jaxlm.core.errors import InputError
+from jaxlm.core.extras import install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("httpx") is None:
-        raise InputError("jaxlm bench serve needs the packages of a server: pip install 'jaxlm[serve]'")
+        raise InputError(f"jaxlm bench serve needs the packages of a server: {install('serve')}")
     from jaxlm import config
 
     load, goodput, key = _load(arguments), _goodput(arguments.goodput), _key(arguments.api_key_file)

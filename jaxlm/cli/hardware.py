@@ -107,7 +107,8 @@ def _print_chip(chip: "Chip") -> None:
     table = TextTable([*names("figure", "value"), *texts("source")])
     for figure, value in chip.figures().items():
         table.add(figure, _shown(figure, value), chip.source(figure) or "")
-    print(f"{chip.id}: {chip.name}, {chip.vendor}")
+    also = f" (also {', '.join(chip.aliases)})" if chip.aliases else ""
+    print(f"{chip.id}{also}: {chip.name}, {chip.vendor}")
     table.print()
     if chip.notes:
         print(chip.notes)

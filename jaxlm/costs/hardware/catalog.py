@@ -36,18 +36,20 @@ def _chip(id: str, figures: dict[str, Any]) -> Chip:
 
 
 def find(id: str) -> Chip:
-    """Return the chip with an id; "host" is this machine. Raises InputError, which names the nearest id or says how to
-    calibrate."""
-    if id == HOST:
+    """Return the chip with an id or an alias, in letters of any case; "host" is this machine. Raises InputError, which
+    names the nearest or says how to calibrate."""
+    name = id.lower()
+    if name == HOST:
         return calibration.load()
-    if id not in catalog():
-        known = [*catalog(), HOST]
-        near = difflib.get_close_matches(id.lower(), known, 1, cutoff=0.5)
-        near = near or [name for name in known if id and id.lower() in name][:1]
+    names = {alias: chip for chip in catalog().values() for alias in (chip.id, *chip.aliases)}
+    if name not in names:
+        known = [*names, HOST]
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+        near = near or [other for other in known if id and name in other][:1]
         raise InputError(
             f"there is no chip {id!r}; " + (f"did you mean {near[0]}?" if near else "jaxlm hardware lists them")
         )
-    return catalog()[id]
+    return names[name]
 
 
 def of_kind(kind: str) -> Chip | None:

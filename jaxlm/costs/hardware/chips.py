@@ -115,9 +115,9 @@ class Link(Section):
 class Chip(Section):
     """One chip.
 
-    `memory_bytes` is the nominal memory of the chip; `device_memory_bytes` is what a compiler lets a program use on one
-    device. `host_bytes_per_s` (PCIe) and `scale_out_bytes_per_s` (network) are one-way and per chip. `usd_per_hour` is
-    the range of prices of one chip.
+    `aliases` are other names for its `id`, such as "h100" for the SXM part. `memory_bytes` is the nominal memory of the
+    chip; `device_memory_bytes` is what a compiler lets a program use on one device. `host_bytes_per_s` (PCIe) and
+    `scale_out_bytes_per_s` (network) are one-way and per chip. `usd_per_hour` is the range of prices of one chip.
 
     Measured, not published, are: `dispatch_s`, the time of an empty compiled call; `elementwise_flops`, float32 results
     per second of elementwise operations, exponentials among them; `product_rates` and, for the heads of attention,
@@ -133,6 +133,7 @@ class Chip(Section):
     """
 
     id: str
+    aliases: tuple[str, ...] = ()
     name: str
     vendor: str
     kind: Literal["gpu", "tpu", "asic", "apple", "cpu"]
@@ -231,6 +232,7 @@ class Chip(Section):
 # Fields of a chip that are not figures with a source.
 _NO_FIGURES = (
     "id",
+    "aliases",
     "name",
     "vendor",
     "kind",

@@ -164,7 +164,7 @@ def test_unknown_keys_and_changes_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("h100", "h100-sxm5"), ("v5e", "tpu-v5e"), ("tpu-v5", "tpu-v5"), ("B200", "b200-hgx")]
+    ("wrong", "near"), [("h10", "h100"), ("h100-pcie", "h100"), ("tpu-v5", "tpu-v5"), ("B201", "b200")]
 )
 def test_a_wrong_id_names_the_nearest(wrong, near):
     assert f"did you mean {near}" in refusal(find, wrong)
@@ -289,3 +289,17 @@ def test_every_kind_of_device_is_one_chip():
     assert len(kinds) == len(set(kinds))
     with pytest.raises(InputError, match="'Abacus' are not in the catalog"):
         of_devices("Abacus", "gpu", 1)
+
+
+@pytest.mark.parametrize(
+    ("alias", "id"),
+    [("h100", "h100-sxm5"), ("H200", "h200-sxm"), ("a100", "a100-sxm4-80g"), ("b200", "b200-hgx"), ("v5e", "tpu-v5e")],
+)
+def test_an_alias_is_the_usual_part(alias, id):
+    assert find(alias) is find(id)
+    assert str(Target.parse(f"{alias}:8")) == str(Target.parse(f"{id}:8"))
+
+
+def test_no_two_chips_have_one_name():
+    names = [name for chip in catalog().values() for name in (chip.id, *chip.aliases)]
+    assert len(names) == len(set(names)) and all(name == name.lower() for name in names)

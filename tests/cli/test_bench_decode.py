@@ -43,7 +43,7 @@ def test_each_length_is_measured_beside_what_is_read(capsys, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--context", 500], "--context 500 and 131 steps exceed model.context_length = 512"),
+        (["--context", 511], "--context 511 and 3 steps exceed model.context_length = 512"),
         (["--rows", "0"], "'0' must be whole numbers from 1 on, such as 1,8"),
         (["--blocks", "0"], "--blocks 0 must be 1 or more"),
     ],

@@ -14,13 +14,21 @@ from jaxlm.cli import engine, trained
 from jaxlm.cli.bench import out
 from jaxlm.core.errors import InputError
 
+# Sizes where none is given and the model's context is long enough for them.
+_SIZES = {"context": 500, "blocks": 12, "steps": 10}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
     parser.add_argument("--rows", type=_numbers, default=[1, 8], metavar="N,…", help="sequences (1,8)")
-    parser.add_argument("--context", type=_numbers, default=[500], metavar="N,…", help="tokens of each prompt (500)")
-    parser.add_argument("--blocks", type=int, default=12, metavar="N", help="of steps (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of a block (%(default)s)")
+    parser.add_argument(
+        "--context",
+        type=_numbers,
+        metavar="N,…",
+        help=f"tokens of each prompt ({_SIZES['context']}, or what a shorter context leaves)",
+    )
+    parser.add_argument("--blocks", type=int, metavar="N", help=f"of steps ({_SIZES['blocks']}, or fewer)")
+    parser.add_argument("--steps", type=int, metavar="N", help=f"of a block ({_SIZES['steps']}, or fewer)")
     engine.add_dtype(parser)
     engine.add_fast(parser)
     out.add_arguments(parser)
@@ -34,27 +42,40 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.training.environment import environment
 
     for name in ("blocks", "steps"):
-        if getattr(arguments, name) < 1:
-            raise InputError(f"--{name} {getattr(arguments, name)} must be 1 or more")
+        if (number := getattr(arguments, name)) is not None and number < 1:
+            raise InputError(f"--{name} {number} must be 1 or more")
     out.check(arguments)
     reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory")]
     model = trained.load(arguments, reads, arguments.dtype)
     model.set_engine(replace(model.settings, exact=not arguments.fast))
     bandwidth = read_bytes_per_s()
-    options = {"steps": arguments.steps, "blocks": arguments.blocks, "bytes_per_s": bandwidth, "progress": working}
-    lengths = [(rows, context) for context in arguments.context for rows in arguments.rows]
+    contexts, blocks, steps = _fitting(arguments, model.config.context_length)
+    options = {"steps": steps, "blocks": blocks, "bytes_per_s": bandwidth, "progress": working}
+    lengths = [(rows, context) for context in contexts for rows in arguments.rows]
     cases = [api.bench_decode(model, *each, **options)._asdict() for each in lengths]
     figures = {
         "model": arguments.run.name,
         "exact": not arguments.fast,
-        "steps": arguments.steps,
-        "blocks": arguments.blocks,
+        "steps": steps,
+        "blocks": blocks,
         "read_bytes_per_s": bandwidth,
         "cases": cases,
         "environment": environment(jax.devices()),
     }
     out.give(arguments, figures, _show)
     return 0
+
+
+def _fitting(arguments: argparse.Namespace, longest: int) -> tuple[list[int], int, int]:
+    """Return the lengths of prompts, the blocks and the steps of a block: as they are given, and otherwise as many as
+    fit into a model's context of `longest` tokens."""
+    contexts, blocks, steps = arguments.context, arguments.blocks, arguments.steps
+    room = longest - 1 - (max(contexts) if contexts else min(_SIZES["context"], longest // 2))
+    if blocks is None:
+        blocks = max(1, min(_SIZES["blocks"], room // (steps or 1) - 1))
+    if steps is None:
+        steps = max(1, min(_SIZES["steps"], room // (blocks + 1)))
+    return contexts or [max(1, min(_SIZES["context"], longest - 1 - (blocks + 1) * steps))], blocks, steps
 
 
 def _show(figures: dict[str, Any]) -> None:

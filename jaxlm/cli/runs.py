@@ -1,4 +1,7 @@
-"""List runs: state, step, losses and age, and the family of published weights."""
+"""List runs: state, step, losses and age, and the family of published weights.
+
+step is the last on record of all; checkpoint is the step that the run would resume from.
+"""
 
 import argparse
 import json
@@ -27,7 +30,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     families, begun = any(run.family for run in runs), any(run.begun_from for run in runs)
     named = names("state", "family") if families else names("state")
-    columns = [*texts("run"), *named, *numbers("step", "loss", "held out", "age")]
+    columns = [*texts("run"), *named, *numbers("step", "checkpoint", "loss", "held out", "age")]
     table = TextTable([*columns, *texts("from")] if begun else columns)
     for run in runs:
         table.add(
@@ -35,6 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
             run.state,
             *([or_dash(run.family, str)] if families else []),
             f"{run.step}/{or_dash(run.steps, str)}",
+            or_dash(run.checkpoint, str),
             *(or_dash(loss, "{:.4f}".format) for loss in (run.loss, run.held_out_loss)),
             age(run.age_s),
             *([or_dash(run.begun_from, str)] if begun else []),

@@ -2,12 +2,14 @@
 
 import os
 import time
+import tomllib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.families.files import CONFIG, read_json, text_of
 from jaxlm.runs.folder import Run
+from jaxlm.training import manifests
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 
@@ -18,9 +20,10 @@ class RunSummary(NamedTuple):
     """A run as its folder tells it.
 
     `family`: of the published weights that it holds or began with; None without any. `step` of `steps`: the last
-    recorded one. `loss`: of its last training step on record, and `held_out_loss`: of its last evaluation, in nats per
-    token; None without one. `age_s`: seconds since something was recorded. `begun_from`: the model that its weights
-    began with, or None.
+    recorded one. `checkpoint`: the step of the newest checkpoint, from which it would resume; None without one.
+    `loss`: of its last training step on record, and `held_out_loss`: of its last evaluation, in nats per token; None
+    without one. `age_s`: seconds since something was recorded. `begun_from`: the model that its weights began with, or
+    None.
     """
 
     run: str
@@ -28,6 +31,7 @@ class RunSummary(NamedTuple):
     family: str | None
     step: int
     steps: int | None
+    checkpoint: int | None
     loss: float | None
     held_out_loss: float | None
     age_s: float
@@ -56,7 +60,13 @@ def _summary(run: Run) -> RunSummary:
     state, steps = _state(run, held_out[-1]["step"] if held_out else 0)
     loss, held_out_loss = (rows[-1].get("loss") if rows else None for rows in (training, held_out))
     age_s = max(time.time() - max(recorded), 0.0)
-    return RunSummary(str(paths), state, _family(run), step, steps, loss, held_out_loss, age_s, origin_of(run))
+    whole = (
+        s for s in manifests.steps_in(paths.checkpoints) if not manifests.has_lost_files(paths.checkpoints / str(s))
+    )
+    checkpoint = max(whole, default=None)
+    return RunSummary(
+        str(paths), state, _family(run), step, steps, checkpoint, loss, held_out_loss, age_s, origin_of(run)
+    )
 
 
 def _family(run: Run) -> str | None:
@@ -74,14 +84,22 @@ def origin_of(run: Run) -> str | None:
         return None
 
 
+def _steps(paths: RunPaths) -> int | None:
+    """Return the last step that the configuration of a run gives, or None. The rest of it may be of another version,
+    or of kinds that are not registered here."""
+    try:
+        steps = tomllib.loads(paths.config.read_text(encoding="utf-8"))["training"]["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
+
+
 def _state(run: Run, evaluated: int) -> tuple[State, int | None]:
     """Return the state and the last step of a run that was evaluated at some step."""
     if run.is_imported:
         return "imported", None
-    try:
-        state, steps = "stopped", run.experiment().training.steps
-    except InputError:
-        state, steps = "unreadable", None
+    steps = _steps(run.paths)
+    state: State = "unreadable" if steps is None else "stopped"
     if steps is not None and evaluated >= steps:
         return "finished", steps
     try:

@@ -55,20 +55,32 @@ def test_runs_are_listed_with_state_step_loss_and_age(make, tmp_path, capsys):
     make("sweep/lr=[1e-3]", step=10, ago=60)
     going = Run(make("going", step=25, ago=1))
     going.claim()
+    for checkpoint in ("20", "25"):
+        (going.paths.checkpoints / checkpoint).mkdir(parents=True)
+    (going.paths.checkpoints / "20" / "checksums.json").write_text("{}")  # that of 25 is still being written
     Run(RunPaths(tmp_path / "finished").directory).claim()  # its process still lives
     RunPaths(make("unreadable", ago=90_000 * 2)).config.write_text("[model\n")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.toml").write_text("")
     shown = [line.split() for line in printed(capsys, "runs", tmp_path).splitlines() if str(tmp_path) in line]
     assert [(Path(run).name, *rest) for run, *rest in shown] == [
-        ("unreadable", "unreadable", "40/–", "3.6000", "3.6000", "0", "s"),
-        ("going", "running", "25/40", "3.7500", "3.8000", "1", "s"),
-        ("lr=[1e-3]", "stopped", "10/40", "3.9000", "–", "1", "min"),
-        ("finished", "finished", "40/40", "3.6000", "3.6000", "2", "h"),
+        ("unreadable", "unreadable", "40/–", "–", "3.6000", "3.6000", "0", "s"),
+        ("going", "running", "25/40", "20", "3.7500", "3.8000", "1", "s"),
+        ("lr=[1e-3]", "stopped", "10/40", "–", "3.9000", "–", "1", "min"),
+        ("finished", "finished", "40/40", "–", "3.6000", "3.6000", "2", "h"),
     ]
     found = json.loads(printed(capsys, "runs", tmp_path, "--json"))["runs"]
     assert [run["state"] for run in found] == [row[1] for row in shown]
     assert found[2]["held_out_loss"] is None and found[3]["age_s"] == pytest.approx(7200, abs=60)
+
+
+def test_a_run_of_kinds_that_are_not_registered_is_listed(make, tmp_path, capsys):
+    paths = RunPaths(make("mine", step=25))
+    paths.config.write_text(paths.config.read_text().replace('kind = "gqa"', 'kind = "of_a_plugin"'))
+    assert main(["plan", str(tmp_path / "mine"), "--on", "h100:1"]) == 2
+    capsys.readouterr()
+    (run,) = json.loads(printed(capsys, "runs", tmp_path, "--json"))["runs"]
+    assert (run["state"], run["step"], run["steps"]) == ("stopped", 25, 40)
 
 
 def test_a_folder_without_runs_says_so(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from jaxlm.core import units
@@ -42,7 +50,8 @@ class Bar(Display):
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("step", total=steps, metrics="")
+        self._steps = steps
+        self._task: TaskID | None = None
         self._reading: Progress | None = None
         self._said = time.monotonic()
 
@@ -92,10 +101,17 @@ class Bar(Display):
             self._reading.stop()
             self._reading = None
 
+    def begin(self, step: int) -> None:
+        """Show the bar, at this step: those before it are no measure of the time left."""
+        self._end_reading()  # a terminal shows one at a time
+        self._task = self._bar.add_task("step", total=self._steps, completed=step, metrics="")
+        self._bar.start()
+
     def advance(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Move the bar; without a terminal, print the metrics."""
-        self._end_reading()  # a terminal shows one at a time
-        self._bar.start()
+        if self._task is None:
+            self.begin(step)
+        assert self._task is not None
         if metrics is None:
             self._bar.update(self._task, completed=step)
             return

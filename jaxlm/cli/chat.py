@@ -1,7 +1,9 @@
 """Conversations with a model that has a chat template: turns at a terminal or from standard input, or given whole."""
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,14 @@ if TYPE_CHECKING:
     from jaxlm.cli.prompts import Conversation, Prompt
     from jaxlm.inference.completion import TextChunk
 
-RESET = "/reset"
+# Lines that are no message, by what they begin with.
+COMMANDS = {
+    "/help": "list these commands",
+    "/reset": "begin another conversation",
+    "/system": "begin another one after the system message that follows; without any, show the present one",
+    "/exit": "end, as Ctrl-D does",
+}
+_COMMAND = re.compile(r"(/[A-Za-z]+)(?:\s+(.*))?", re.DOTALL)  # "/tmp/a" is a message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat",
         action="store_true",
         help="answer prompts as messages in the model's chat template; without any, converse: each line is a message, "
-        f"and the line {RESET} begins another conversation",
+        "and /help lists commands",
     )
     add_template_arguments(parser)
     parser.add_argument("--system", type=as_utf8, metavar="TEXT", help="system message of each conversation")
@@ -81,7 +90,8 @@ def converse(
 ) -> None:
     """Answer each line of standard input, after those before it.
 
-    Ctrl-C ends an answer, which stays as far as it came. A message that cannot be answered is left out.
+    Ctrl-C ends an answer, which stays as far as it came. A message that cannot be answered is left out. A line that is
+    one of COMMANDS is done, and another that looks like one is refused.
 
     Args:
       answers: returns the pieces of the answer to a conversation, whose random numbers are those of a number.
@@ -89,8 +99,15 @@ def converse(
     """
     messages = _beginning(system)
     for turn, line in enumerate(prompts.lines()):
-        if line == RESET:
-            messages = _beginning(system)
+        if command := _COMMAND.fullmatch(line.rstrip()):
+            name, text = command[1], command[2]
+            if name == "/exit":
+                return
+            if name == "/reset" or (name == "/system" and text):
+                system = text if name == "/system" else system
+                messages = _beginning(system)
+            else:
+                print(_said_of(name, system), file=sys.stderr)
             continue
         answer_texts: list[str] = []
 
@@ -115,6 +132,18 @@ def converse(
         messages = [*conversation, _message("assistant", "".join(answer_texts))]
 
 
+def _said_of(command: str, system: str | None) -> str:
+    """Return what is said of a command that changes nothing: the others, the system message, or that it is unknown."""
+    match command:
+        case "/help":
+            return "\n".join(f"{name:10}{meaning}" for name, meaning in COMMANDS.items())
+        case "/system":
+            return "there is no system message; /system TEXT sets one" if system is None else system
+    near = difflib.get_close_matches(command, COMMANDS, 1)
+    hint = f"did you mean {near[0]}?" if near else "/help lists them"
+    return f"jaxlm: there is no command {command}; {hint} (a space before it makes it a message)"
+
+
 def _check_room(model: "LoadedModel", messages: "Conversation", max_tokens: int | None) -> None:
     """Raise InputError where no answer fits into the context."""
     from jaxlm.inference.requests import max_new_tokens
@@ -124,7 +153,7 @@ def _check_room(model: "LoadedModel", messages: "Conversation", max_tokens: int 
         asked = "" if max_tokens is None else f" of --max-tokens {max_tokens}"
         raise InputError(
             f"with this message the conversation has {tokens} tokens, and model.context_length = {context} leaves no "
-            f"room for an answer{asked}; {RESET} begins another, and a shorter message may fit"
+            f"room for an answer{asked}; /reset begins another, and a shorter message may fit"
         )
 
 

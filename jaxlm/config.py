@@ -6,7 +6,8 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def load(
     if tokenizer is not None and isinstance(values.setdefault("data", {}), dict):
         values["data"].setdefault("tokenizer", tokenizer)
     file, overrides = copy.deepcopy(values), list(overrides)
+    has_model = "model" in values
     for override in overrides:
         _set(values, override)
     _refuse_sizes_of_training(overridden(overrides), kind)
@@ -87,7 +89,8 @@ def load(
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
-        raise InputError(f"{path}: {explain(error, Experiment, values, filled)}") from None
+        example = "" if has_model else "; jaxlm config --example prints a whole file"
+        raise InputError(f"{path}: {explain(error, Experiment, values, filled)}{example}") from None
     _check(experiment, kind)
     return experiment
 
@@ -125,16 +128,31 @@ def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + name, value
 
 
+def effective(overrides: Iterable[str], load: Callable[[list[str]], Experiment]) -> list[str]:
+    """Return the overrides without those that set what the rest of the configuration, as `load` returns it, gives."""
+    left = list(overrides)
+    for key in dict.fromkeys(override.partition("=")[0].strip() for override in left):
+        others = [override for override in left if override.partition("=")[0].strip() != key]
+        try:
+            same = load(others).model_dump(mode="json") == load(left).model_dump(mode="json")
+        except InputError:  # without it there is none
+            continue
+        left = others if same else left
+    return left
+
+
 def default_run(
     path: Path, overrides: Iterable[str], experiment: Experiment, start_from: str | Path | None = None
 ) -> Path:
     """Return the folder of a run that is given none: CONFIG if it is one, else `runs/`, the name of CONFIG and the
     overrides that make another run, such as `runs/quickstart,batch=8,optimizer=muon`, and the model it starts from.
 
-    Equal overrides in any order give equal names, and others other names.
+    Equal overrides in any order give equal names, and others other names. Those that set what CONFIG has anyway are
+    left out.
     """
     if path.is_dir():
         return path
+    overrides = effective(overrides, partial(load, path))
     by_former_key = sorted(_overridden(overrides).items(), key=lambda item: former(item[0]))
     settings = {key: value for key, value in by_former_key if not is_free(key)}
     if getattr(experiment.optimizer.schedule, "decay_steps", None) == experiment.training.steps:
@@ -381,7 +399,7 @@ def _at(values: Any, section: str) -> dict[str, Any]:
 def _fill(values: dict[str, Any]) -> set[str]:
     """The defaults of one section that come from another; their keys."""
     filled = set()
-    for section in ("training", "optimizer", "inference"):
+    for section in ("model", "training", "optimizer", "inference"):
         values.setdefault(section, {})
     if _has_preferences(values.get("data")):
         values.setdefault("dpo", {})

@@ -31,10 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model.base too",
     )
 
+    parser.add_argument(
+        "--example", action="store_true", help="print a whole configuration with comments, to save and train"
+    )
+
 
 def main(arguments: argparse.Namespace) -> int:
+    given = {name: getattr(arguments, name) for name in ("list", "example", "markdown", "key")}
+    asked = ["KEY" if name == "key" else f"--{name}" for name, value in given.items() if value]
+    if (arguments.list or arguments.example) and len(asked) > 1:
+        raise InputError(f"{asked[0]} stands alone: leave out {' and '.join(asked[1:])}")
     if arguments.list:
         _list(arguments)
+        return 0
+    if arguments.example:
+        _example(arguments)
         return 0
     from jaxlm.config import Experiment
     from jaxlm.core.reference import tables
@@ -52,9 +63,14 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _example(arguments: argparse.Namespace) -> None:
+    from jaxlm.core import bundled
+
+    example = bundled.configurations()["example"].read_text(encoding="utf-8")
+    print(json.dumps({"example": example}) if arguments.json else example, end="" if not arguments.json else "\n")
+
+
 def _list(arguments: argparse.Namespace) -> None:
-    if arguments.key is not None or arguments.markdown:
-        raise InputError("--list lists configurations, not keys: leave out KEY and --markdown")
     from jaxlm.config import load
     from jaxlm.core import bundled
     from jaxlm.models.tree import parameter_count

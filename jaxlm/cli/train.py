@@ -1,6 +1,7 @@
 """Train a model as a TOML file says; started again, it resumes where it left off."""
 
 import argparse
+from functools import partial
 
 from jaxlm import api
 from jaxlm.cli.paths import path
@@ -51,10 +52,12 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.training.profile import ProfiledSteps
 
     start_from = arguments.start_from
-    experiment = api.configure(arguments.config, arguments.overrides, start_from=start_from)
+    configure = partial(api.configure, arguments.config, start_from=start_from)
+    experiment = configure(arguments.overrides)
     profile = None if arguments.profile is None else ProfiledSteps.parse(arguments.profile)
     process = None if arguments.process is None else ProcessSpec.parse(arguments.process)
-    out = arguments.out or config.default_run(arguments.config, arguments.overrides, experiment, start_from)
+    overrides = arguments.overrides if start_from is None else config.effective(arguments.overrides, configure)
+    out = arguments.out or config.default_run(arguments.config, overrides, experiment, start_from)
     display = RunBar(experiment.training.steps, RunPaths(out), arguments.json)
     with output.ignoring_closed_output():
         ended = api.train(

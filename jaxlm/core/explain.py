@@ -8,21 +8,27 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from jaxlm.core.moved_keys import RENAMED
-from jaxlm.core.schema import Section, chosen, kind_of, sections_at
+from jaxlm.core.schema import InWords, Section, chosen, kind_of, sections_at
 
 
 def explain(error: ValidationError, whole: type[Section], values: dict[str, Any], filled: set[str]) -> str:
-    """Return pydantic's first error as one line about the keys of a configuration file.
+    """Return pydantic's first error, with all unknown and all missing keys, as one line about the keys of a file.
 
     `whole`: the section of the whole file. `values`: its content. `filled`: derived keys, reported only if no other key
     is wrong, since their errors follow from others.
     """
+
+    def named(one: Any) -> str:
+        return _key(one["loc"], values, whole)
+
     errors = error.errors()
-    if line := _renamed(errors, values):
+    if line := _renamed(errors, whole, values):
         return line
-    first, *others = [one for one in errors if _key(one["loc"], values) not in filled] or errors
-    key, value = _key(first["loc"], values), first.get("input")
-    others = [other for other in others if _key(other["loc"], values) != key]  # a union reports each of its types
+    causes = [one for one in errors if named(one) not in filled]
+    causes = [one for one in causes if one["type"] != "missing" or not _follows(named(one), whole)] or causes
+    first, *others = sorted(causes or errors, key=lambda one: one["type"] != "extra_forbidden")
+    key, value = named(first), first.get("input")
+    others = [other for other in others if named(other) != key]  # a union reports each of its types
     shown = "" if isinstance(value, dict) else f" = {value!r}"
     context = first.get("ctx", {})
     match first["type"]:
@@ -30,11 +36,11 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
             line = f'{key} = {value!r} is neither a whole number nor "all"'
         case "extra_forbidden":
             line = f"unknown key {key}{_did_you_mean(key, whole, values)}"
-            unknown = [_key(other["loc"], values) for other in others if other["type"] == "extra_forbidden"]
-            line += f" (unknown too: {', '.join(unknown)})" if unknown else ""
-            others = [other for other in others if other["type"] != "extra_forbidden"]
+            unknown, others = _split(others, "extra_forbidden")
+            line += f" (unknown too: {', '.join(map(named, unknown))})" if unknown else ""
         case "missing":
-            line = f"{key} is missing"
+            missing, others = _split(others, "missing")
+            line = f"{_listed([key, *map(named, missing)])} {'are' if missing else 'is'} missing"
         case "value_error":
             said = str(context["error"])
             line = said if not key or f"{key}." in said else f"{key}: {said}"
@@ -48,14 +54,34 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
             line = f"{key}{shown} must be a list"
         case _:
             line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    missing, others = _split(others, "missing")
+    line += f" (missing too: {_listed(list(map(named, missing)))})" if missing else ""
     return line + (f" (and {len(others)} more)" if others else "")
 
 
-def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
+def _follows(key: str, whole: type[Section]) -> bool:
+    """Return whether the value of a key that is left out follows from other keys."""
+    section, _, name = _unnumbered(key).rpartition(".")
+    fields = [s.model_fields[name] for s in sections_at(section, whole) if name in s.model_fields]
+    return any(isinstance(each, InWords) and each.default for field in fields for each in field.metadata)
+
+
+def _split(errors: list[Any], kind: str) -> tuple[list[Any], list[Any]]:
+    """Return the errors of a type and the others."""
+    return [one for one in errors if one["type"] == kind], [one for one in errors if one["type"] != kind]
+
+
+def _listed(keys: list[str]) -> str:
+    """Return keys as a list in words, those of outer tables first."""
+    *others, last = sorted(dict.fromkeys(keys), key=lambda key: key.count("."))
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _renamed(errors: list[Any], whole: type[Section], values: dict[str, Any]) -> str | None:
     """Return the line that names every key of an earlier version with its present name; None where there is none."""
     renamings = []
     for error in errors:
-        keys, value = [_key(error["loc"], values)], error.get("input")
+        keys, value = [_key(error["loc"], values, whole)], error.get("input")
         if error["type"] == "union_tag_invalid":
             keys = [f"{keys[0]}.kind = {error['ctx']['tag']!r}"]
         elif error["type"] == "literal_error":
@@ -66,7 +92,7 @@ def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
     return "; ".join(renamings) or None
 
 
-def _key(location: tuple, values: Any) -> str:
+def _key(location: tuple, values: Any, whole: type[Section]) -> str:
     """Return the dotted key of an error, without the names of union members that pydantic inserts."""
     key = ""
     for index, part in enumerate(location):
@@ -74,14 +100,24 @@ def _key(location: tuple, values: Any) -> str:
         if isinstance(values, list) and isinstance(part, int):
             values = values[part]
             key += f"[{part}]"
-        elif isinstance(values, dict) and (part in values or last):
-            values = values.get(part)
+        elif isinstance(values, dict) and (part in values or last or _is_key(part, key, whole)):
+            values = values.get(part, {})
             key += f".{part}" if key else str(part)
     return key
 
 
+def _is_key(part: Any, table: str, whole: type[Section]) -> bool:
+    """Return whether a table, which may be left out, has this key."""
+    return any(part in section.model_fields for section in sections_at(_unnumbered(table), whole))
+
+
+def _unnumbered(key: str) -> str:
+    """Return a key without the numbers of tables in a list."""
+    return re.sub(r"\[\d+\]", "", key)
+
+
 def _did_you_mean(key: str, whole: type[Section], values: dict[str, Any]) -> str:
-    key = re.sub(r"\[\d+\]", "", key)
+    key = _unnumbered(key)
     section, _, name = key.rpartition(".")
     if kinds := [kind_of(s) for s in sections_at(section, whole) if name in s.model_fields]:
         return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"

@@ -1,4 +1,4 @@
-"""Keys that have another name or section than in earlier versions."""
+"""Keys that have another name, section or default than in earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +37,9 @@ RENAMED = {
     "model.position.kind = 'rotary'": "'rope'",
     "model.attention.kind = 'grouped_query'": "'gqa'",
 }
+
+# Defaults of earlier versions that are others now, by key. A run that was begun with one keeps it.
+FORMER_DEFAULTS = {"data.held_out": 0.1}
 
 _FORMER = {now: before for before, now in MOVED.items()}
 

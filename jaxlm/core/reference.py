@@ -63,16 +63,15 @@ def _tables(sections: list[type[Section]], name: str, kind_key: tuple[Key, ...])
         yield KeyTable(name, kind_of(section), _one_line(inspect.getdoc(section)), keys)
     for place, field in inside.items():
         found = list(sections_in(field.annotation))
-        yield from _tables(found, place, _kind_key(place, field, found))
+        yield from _tables(found, place, _kind_key(place, found))
 
 
-def _kind_key(place: str, field: FieldInfo, sections: list[type[Section]]) -> tuple[Key, ...]:
+def _kind_key(place: str, sections: list[type[Section]]) -> tuple[Key, ...]:
     """Return the key `kind` of the table at a place; none if its section has no kind."""
     kinds = _quoted(sections)
     if not kinds:
         return ()
-    default = "required" if field.discriminator else kinds[0]
-    return (Key(f"{place}.kind", None, " | ".join(kinds), default, "Selects the other keys of this table."),)
+    return (Key(f"{place}.kind", None, " | ".join(kinds), kinds[0], "Selects the other keys of this table."),)
 
 
 def _quoted(sections: Iterable[type[Section]]) -> list[str]:

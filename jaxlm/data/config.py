@@ -123,9 +123,12 @@ class DataConfig(Section):
     tokenizer: Annotated[str, AfterValidator(_known_tokenizer)] = "bpe"
     """The path of a `tokenizer.json`, or "bytes", "characters" or "bpe" (trained on the text, `model.vocab_size`
     tokens)."""
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    held_out: Annotated[
+        float | None, Field(ge=0.0, lt=1.0), InWords(default="0.01, at least 1 MB and at most 50 MB")
+    ] = None
     """The fraction of a source's documents (of a single document: its end) that training never sees; 0 where each has
-    `validation` of its own."""
+    `validation` of its own. The default follows from the size of the source's files: 10 % of a source below 10 MB,
+    1 MB up to 100 MB, then 1 %, and 50 MB from 5 GB on."""
     cache: Annotated[Name, InWords(default="$XDG_CACHE_HOME/jaxlm, or ~/.cache/jaxlm")] = Field(
         default_factory=default_cache
     )

@@ -4,7 +4,7 @@ import glob
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,12 @@ from jaxlm.data.formats import RECORDS, SUFFIXES
 _NOT_STANDARD_LIBRARY = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload", "ensurepip",
 }  # fmt: skip
+
+
+_NAMED = 5  # files that are not read, in a message
+# The share that is held out by default, between the least and the most bytes, and its largest value.
+_SHARE, _LEAST_BYTES, _MOST_BYTES, _LARGEST_SHARE = 0.01, 1_000_000, 50_000_000, 0.1
+_DOCUMENT_BYTES = 4_000  # of an average document, where only some are taken
 
 
 class Changed(InputError):
@@ -74,10 +80,20 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
             key_of_validation = f"{key.rpartition('.')[0]}.validation"
             held_out = files(source.validation, key_of_validation)
             validation = Source(name, key_of_validation, held_out, field, None, source.weight, 1.0)
-        of_its_own = 0.0 if validation else data.held_out
         stamped = files(source.entries, key)
+        of_its_own = 0.0 if validation else _held_out(data, source, stamped)
         sources.append(Source(name, key, stamped, field, source.documents, source.weight, of_its_own, validation))
     return sources
+
+
+def _held_out(data: DataConfig, source: SourceConfig, files: Mapping[Path, tuple[int, int]]) -> float:
+    """Return the fraction of a source's documents that is held out: as configured, or by the size of its files."""
+    if data.held_out is not None:
+        return data.held_out
+    size = sum(max(size, 0) for size, _ in files.values())
+    if source.documents is not None:
+        size = min(size, source.documents * _DOCUMENT_BYTES)
+    return min(_LARGEST_SHARE, min(max(_SHARE * size, _LEAST_BYTES), _MOST_BYTES) / max(size, 1))
 
 
 def _files(
@@ -91,6 +107,7 @@ def _files(
     """Return the files of entries, with their stamps."""
     files: dict[Path, None] = {}
     passed_over: dict[Path, str] = {}
+    unread: dict[Path, None] = {}
     for entry in entries:
         if entry.startswith(HUGGING_FACE):
             if source.kind != "text":
@@ -99,14 +116,34 @@ def _files(
             fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)
             files.update(dict.fromkeys(fetched))
         else:
-            found_here, folders = _find(entry, key, source.if_missing, suffixes)
+            found_here, others = _find(entry, key, source.if_missing, suffixes)
             files.update(dict.fromkeys(found_here))
-            passed_over.update(dict.fromkeys(folders, entry))
+            for path in others:
+                if os.path.isdir(path):
+                    passed_over[path] = entry
+                else:
+                    unread[path] = None
+    if unread:
+        say(f"{key}: {_counted_files(unread)} not read: {_some_names(unread)}; what is read is {', '.join(suffixes)}")
     for folder, entry in passed_over.items():
         if not any(folder in file.parents for file in files):
             say(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")
             break
     return {path: _stamp(path) for path in _distinct(files)}
+
+
+def _counted_files(files: Collection[Path]) -> str:
+    return "1 file is" if len(files) == 1 else f"{len(files):,} files are"
+
+
+def _some_names(files: Collection[Path]) -> str:
+    """Return the names of the first files, one of each suffix before others."""
+    first: dict[str, Path] = {}
+    for file in files:
+        first.setdefault(file.suffix, file)
+    named = list(dict.fromkeys([*first.values(), *files]))[:_NAMED]
+    more = f" and {len(files) - len(named):,} more" if len(files) > len(named) else ""
+    return ", ".join(file.name for file in named) + more
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -127,7 +164,8 @@ def _distinct(files: Iterable[Path]) -> Iterable[Path]:
 
 
 def _find(entry: str, key: str, if_missing: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
-    """Return the files of an entry, in an order independent of the file system, and the folders that a glob matches."""
+    """Return the files of an entry, in an order independent of the file system, and what it has besides: files that are
+    not read, and the folders that a glob matches."""
     kinds = ", ".join(suffixes)
     if entry == STANDARD_LIBRARY:
         return _standard_library(), []
@@ -142,10 +180,13 @@ def _find(entry: str, key: str, if_missing: str | None, suffixes: tuple[str, ...
             raise InputError(f"{key}: {entry} is not one of {kinds}; give such files")
         return [path], []
     if is_dir:
-        files = sorted(p for p in _under(path, key) if _is_text(p, key, suffixes))
+        under = sorted(_under(path, key))
+        files = [p for p in under if _is_text(p, key, suffixes)]
+        others = [p for p in under if _is_other_file(p, suffixes) and not _is_hidden(p.relative_to(path))]
         if not files:
-            raise InputError(f"{key}: no {kinds} files under {entry}")
-        return files, []
+            there = f"; {_counted_files(others)} there: {_some_names(others)}" if others else ""
+            raise InputError(f"{key}: no {kinds} files under {entry}{there}")
+        return files, others
     # A folder that is there is no pattern, whatever its name.
     pattern = os.path.join(glob.escape(str(folder)), path.relative_to(folder))
     matched = sorted(map(Path, glob.glob(pattern, recursive=True)))
@@ -153,7 +194,8 @@ def _find(entry: str, key: str, if_missing: str | None, suffixes: tuple[str, ...
     if not files:
         remedy = f"; {if_missing}" if if_missing else ""
         raise InputError(f"{key}: {entry} is not a file, directory or glob of {kinds} files here{remedy}")
-    return files, [] if "**" in entry else [p for p in matched if os.path.isdir(p)]
+    others = [p for p in matched if _is_other_file(p, suffixes)]
+    return files, others if "**" in entry else [*others, *(p for p in matched if os.path.isdir(p))]
 
 
 def _under(directory: Path, key: str) -> Iterator[Path]:
@@ -187,6 +229,15 @@ def _is_text(path: Path, key: str, suffixes: tuple[str, ...]) -> bool:
         raise InputError(f"{key}: {path} cannot be accessed ({error.strerror})") from None
     except OSError:
         return path.is_symlink()
+
+
+def _is_other_file(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return not path.name.endswith(suffixes) and os.path.isfile(path)
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return whether a name in a path begins with a dot, as of tools' own files and folders."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _standard_library() -> list[Path]:

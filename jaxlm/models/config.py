@@ -17,6 +17,8 @@ QKNorm = Literal["none", "head", "head_after_rope", "projection"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
+_TILE = 128  # channels of a matrix unit's tile
+
 
 class NormConfig(Section):
     """A section from which norms are made."""
@@ -66,6 +68,11 @@ class LayerConfig(Section):
     kind: str
     activations: ClassVar[tuple[str, ...]] = ()
     logical_axes: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def with_sizes(cls, table: dict[str, Any], d_model: int) -> dict[str, Any]:
+        """Return a table of this section with the sizes that follow from the model's width where it has none."""
+        return table
 
 
 class AttentionConfig(LayerConfig):
@@ -132,14 +139,26 @@ class DenseFeedForwardConfig(LayerConfig):
     logical_axes: ClassVar = {"d_ff": "feed_forward"}
 
     kind: Literal["dense"] = "dense"
-    d_ff: Count
+    d_ff: Annotated[Count, InWords(default="4 · d_model, or where gated 8/3 · d_model, up to a multiple of 128")]
     """Channels between the matrices."""
-    activation: Activation
+    activation: Activation = "silu"
     """The activation."""
-    gated: bool = False
+    gated: Annotated[bool, InWords(default="true without `activation`, false with one")] = False
     """Multiply the activation by a third matrix's product."""
     bias: bool = False
     """Add biases."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gate_the_default(cls, values: Any) -> Any:
+        """Gate the default activation: a table that names one says itself whether it is gated."""
+        return {"gated": True, **values} if isinstance(values, dict) and "activation" not in values else values
+
+    @classmethod
+    def with_sizes(cls, table: dict[str, Any], d_model: int) -> dict[str, Any]:
+        """Return a table with its `d_ff`: as many parameters gated as not (Shazeer 2020, section 2), in whole tiles."""
+        is_gated = table.get("gated", "activation" not in table)
+        return {"d_ff": -(-8 * d_model // (3 * _TILE)) * _TILE if is_gated else 4 * d_model, **table}
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -147,6 +166,7 @@ class DenseFeedForwardConfig(LayerConfig):
         return ("up", "gate") if self.gated else ("up",)
 
 
+POSITIONS = Kinds(RopeConfig, LearnedPositionsConfig, NoPositionsConfig)
 # The sections of tables of `[model]`, to which `jaxlm.models` registers further kinds.
 NORMS = Kinds(RMSNormConfig, LayerNormConfig)
 ATTENTIONS = Kinds(GroupedQueryAttentionConfig)
@@ -156,8 +176,8 @@ FEED_FORWARDS = Kinds(DenseFeedForwardConfig)
 class BlockConfig(Section):
     """One layer."""
 
-    norm: NORMS  # pyright: ignore[reportInvalidTypeForm]
-    position: Annotated[LearnedPositionsConfig | RopeConfig | NoPositionsConfig, Field(discriminator="kind")]
+    norm: NORMS = RMSNormConfig()  # pyright: ignore[reportInvalidTypeForm]
+    position: POSITIONS = RopeConfig()  # pyright: ignore[reportInvalidTypeForm]
     attention: ATTENTIONS  # pyright: ignore[reportInvalidTypeForm]
     feed_forward: FEED_FORWARDS  # pyright: ignore[reportInvalidTypeForm]
     norm_placement: NormPlacement = "before"
@@ -269,13 +289,19 @@ class ModelConfig(BlockConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_head_dim(cls, values):
-        """Write the default that depends on two tables into that of attention, so that a resolved file is whole."""
-        attention = values.get("attention") if isinstance(values, dict) else None
-        if not isinstance(attention, dict):
+    def _fill_sizes(cls, values):
+        """Write the sizes that follow from several tables into those of attention and of the feed-forward layer, so
+        that a resolved file is whole."""
+        if not isinstance(values, dict):
             return values
+        attention, feed_forward = (values.get(name, {}) for name in ("attention", "feed_forward"))
         width, pattern = values.get("d_model"), values.get("pattern")
-        filled = {**values, "attention": _with_head_dim(attention, width, "model.attention")}
+        filled = {**values, "attention": attention, "feed_forward": feed_forward}
+        if isinstance(feed_forward, dict) and isinstance(width, int):
+            filled["feed_forward"] = _with_own_sizes(FEED_FORWARDS, feed_forward, width)
+        if not isinstance(attention, dict):
+            return filled
+        filled["attention"] = _with_head_dim(attention, width, "model.attention")
         if isinstance(pattern, list | tuple):
             base = {"kind": kind_of(next(iter(ATTENTIONS))), **attention}
             filled["pattern"] = tuple(_with_own_heads(entry, base, width, i) for i, entry in enumerate(pattern))
@@ -351,6 +377,12 @@ class ModelConfig(BlockConfig):
     def of(self, block: BlockConfig) -> "ModelConfig":
         """Return the model with this block in all layers."""
         return self.model_copy(update={**{key: getattr(block, key) for key in BlockConfig.model_fields}, "pattern": ()})
+
+
+def _with_own_sizes(kinds: Kinds, table: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return a table with the sizes that its section takes from the model's width."""
+    section, *others = chosen(kinds, table)
+    return table if others or not issubclass(section, LayerConfig) else section.with_sizes(table, width)
 
 
 def _with_head_dim(attention: dict[str, Any], width: Any, key: str) -> dict[str, Any]:

@@ -53,10 +53,12 @@ class Job:
         source: ModelSource | None = None,
     ):
         self._clock = Clock()
-        self._experiment, self._display, self._spec = experiment, display, spec
+        self._run = JobFolder(out)
+        self._experiment = experiment = self._run.with_former_defaults(experiment)
+        self._display, self._spec = display, spec
         self._traced = traced and traced.check(experiment.training.steps)
         sinks.check_installed(experiment.records.wandb_project)
-        self._run, self._continue_with_changes, self._source = JobFolder(out), continue_with_changes, source
+        self._continue_with_changes, self._source = continue_with_changes, source
         self._data = experiment.data  # as it is read: a run that begins has no tokenizer and template of its own yet
         if experiment.lora is not None and source is None:
             self._run.check(experiment, continue_with_changes)

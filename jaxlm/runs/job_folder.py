@@ -9,6 +9,7 @@ from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, replace, replacing, unwritable
+from jaxlm.core.moved_keys import FORMER_DEFAULTS
 from jaxlm.core.schema import Change
 from jaxlm.data.dataset import Dataset
 from jaxlm.parallel.processes import is_first
@@ -23,6 +24,19 @@ _CONTINUE = "--continue-with-changes"
 
 class JobFolder(Run):
     """The folder of a run as one job has it: the checks before it starts, and the records of what it trains."""
+
+    def with_former_defaults(self, experiment: Experiment) -> Experiment:
+        """Return the experiment with the defaults that the run in the folder was begun with, of an earlier version,
+        where the experiment gives no other value. Raises InputError where the run cannot be read."""
+        before = self.experiment() if self.paths.config.exists() else experiment
+        for section, _, name in (key.partition(".") for key in FORMER_DEFAULTS):
+            recorded, now = (getattr(each, section) for each in (before, experiment))
+            is_unset = getattr(now, name) == type(now).model_fields[name].get_default(call_default_factory=True)
+            if is_unset and getattr(recorded, name) == FORMER_DEFAULTS[f"{section}.{name}"]:
+                experiment = experiment.model_copy(
+                    update={section: now.model_copy(update={name: getattr(recorded, name)})}
+                )
+        return experiment
 
     def check(
         self, experiment: Experiment, continue_with_changes: bool = False, origin: Origin | None = None

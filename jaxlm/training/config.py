@@ -213,12 +213,15 @@ AnyOptimizer = Kinds(AdamWConfig, MuonConfig, AdafactorConfig, LionConfig, SGDCo
 
 
 class EvaluationConfig(Section):
-    """The loss on held-out text: during training on some rows, at its end on all."""
+    """The loss on held-out text: during training on some rows, at its end on more."""
 
     every: Count = 500
     """Steps between evaluations."""
     batches: Count = 20
     """Batches of each source in an evaluation, always the same rows, drawn from all of them."""
+    final_tokens: Count = 10_000_000
+    """Held-out tokens of each source in the evaluation at the end, in whole batches; a source with fewer is measured
+    on all of them."""
 
 
 class RecordsConfig(Section):

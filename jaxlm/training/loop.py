@@ -183,6 +183,7 @@ class Trainer:
                 compared = self._evaluate(step, programs, state)
                 with self._clock.phase("checkpoint"):
                     self._saved.note(step, compared)
+            self._display.begin(step)
             self._throughput.restart()
             while step < last and not self._consensus.result():
                 if self._norms_every and (step + 1) % self._norms_every == 0:
@@ -289,12 +290,12 @@ class Trainer:
         return step >= self._training.steps or step % self._evaluation.every == 0
 
     def _evaluate(self, step: int, programs: TrainPrograms, state: TrainState) -> float | None:
-        """Record the held-out loss, at the end of all text. Returns what the checkpoints of a run are compared by, the
+        """Record the held-out loss, at the end on more rows. Returns what the checkpoints of a run are compared by, the
         loss on the rows of every evaluation; None where it is not finite, or the run is to stop before."""
-        few = self._evaluation.batches
-        limit = None if step >= self._training.steps else few
+        few, tokens = self._evaluation.batches, self._training.batch * self._training.sequence
+        limit = math.ceil(self._evaluation.final_tokens / tokens) if step >= self._training.steps else few
 
-        def held_out(parameters: Tree, limit: int | None) -> Evaluation | None:
+        def held_out(parameters: Tree, limit: int) -> Evaluation | None:
             rows, batch, whole = self._held_out_rows, self._training.batch, joined(parameters, state.base)
             return evaluate_sources(programs.evaluate, whole, rows, batch, self._mesh, limit, self._goes_on)
 

@@ -194,13 +194,28 @@ def test_the_default_folder_tells_overrides_apart(tmp_path):
     assert name("training.batch=16", "optimizer.learning_rate=0.5") == "runs/tiny,learning_rate=0.5,batch=16"
     assert name("optimizer.learning_rate=5e-1", "training.batch=16") == "runs/tiny,learning_rate=0.5,batch=16"
     assert name("optimizer.kind=muon", "model.norm.kind=rms") == "runs/tiny,norm=rms,optimizer=muon"
-    assert name("training.steps=40") == "runs/tiny,steps=40"  # where the schedule ends with them
+    longer = name("training.steps=50", "optimizer.schedule.decay_steps=50")  # where the schedule ends with them
+    assert longer == "runs/tiny,schedule.decay_steps=50,steps=50"
     texts = {name(f"data.text={path}") for path in ("a/b", "a?b", "a-b", "ä", "x" * 300, "x" * 301)}
     assert len(texts) == 6 and all(len(text) < 130 and set(text).isdisjoint("?*[]ä\\") for text in texts)
     assert name("data.text=a/b").startswith("runs/tiny,text=a-b,")
     assert config.default_run(tmp_path, (), config.load(file)) == tmp_path  # a run folder
     begun = config.default_run(file, ["training.batch=16"], config.load(file), "hf:ORG/base-8B")
     assert begun.name == f"{file.stem},batch=16,from=base-8B"
+
+
+def test_an_override_with_the_value_of_the_file_makes_no_other_run(tmp_path):
+    file = write_config(tmp_path)
+    before = config.load(file)
+    same = ["training.batch=8", "optimizer.kind=adamw", "training.z_loss=0", "model.attention.num_kv_heads=4"]
+    assert [before.training.batch, before.model.attention.num_kv_heads] == [8, 4]
+
+    def name(*overrides):
+        return config.default_run(file, overrides, config.load(file, overrides)).as_posix()
+
+    assert name(*same) == name() == "runs/tiny"
+    assert name(*same, "training.batch=16") == name("training.batch=16") == "runs/tiny,batch=16"
+    assert name("model.attention={num_heads=2}") != name()
 
 
 def test_short_names_of_keys_are_of_one_key_each():

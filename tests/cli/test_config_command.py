@@ -1,6 +1,7 @@
 """`jaxlm config`: every key with its type, default and meaning."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def test_the_keys_of_every_configuration_are_among_them(file):
         ("data.cache", "string", "$XDG_CACHE_HOME/jaxlm, or ~/.cache/jaxlm"),
         ("mesh.fsdp", 'integer > 0 | "all"', '"all"'),
         ("model.attention.head_dim", "integer > 0", "model.d_model / num_heads"),
-        ("model.norm.kind", '"rms" | "layer"', "required"),
+        ("model.norm.kind", '"rms" | "layer"', '"rms"'),
+        ("model.feed_forward.gated", "true | false", "true without `activation`, false with one"),
         ("optimizer.groups", "list of tables", "[]"),
         ("optimizer.groups[].pattern", "string", "required"),
         ("data.sources.NAME.field", "string", "data.field"),
@@ -127,3 +129,22 @@ def test_a_run_keeps_every_key_and_those_that_are_not_set_as_comments(tmp_path):
         chosen = table.kind is None or written.get(f"{table.name}.kind") == f'"{table.kind}"'
         absent = "[]" in table.name or "NAME" in table.name or written.get(table.name, "table") is None
         assert not chosen or absent or {key.key for key in table.keys} <= written.keys()
+
+
+def test_the_example_is_whole_and_its_comments_show_the_defaults(capsys, tmp_path):
+    """All but those of a base, of another text and of a held-out share."""
+    text = said(capsys, "--example")
+    assert json.loads(said(capsys, "--example", "--json"))["example"] == text
+    defaults = re.sub(r"^# (?!base|validation|held_out)(\w+ += )", r"\1", text, flags=re.MULTILINE)
+    files = [tmp_path / "example.toml", tmp_path / "defaults.toml"]
+    for file, content in zip(files, (text, defaults), strict=True):
+        file.write_text(content)
+    example, with_defaults = map(load, files)
+    assert defaults.count("\n") == text.count("\n") and defaults != text
+    assert example == with_defaults
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_an_example_stands_alone(capsys):
+    assert main(["config", "model", "--example"]) == 2
+    assert "--example stands alone: leave out KEY" in capsys.readouterr().err

@@ -60,9 +60,8 @@ def test_a_resolved_file_holds_every_key():
     records = {"records.wandb_project", "records.norms_every", "inference.cache_memory", "inference.context"}
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
-    data = {
-        f"data.{name}" for name in ("documents", "if_missing", "chat", "preferences", "chat_template", "validation")
-    }
+    kinds = ("chat", "preferences", "chat_template", "validation")
+    data = {f"data.{name}" for name in ("documents", "if_missing", "held_out", *kinds)}
     assert missing == model | data | {"training.ema_decay", "dpo", "lora"} | records
 
 

@@ -82,3 +82,35 @@ def test_another_kind_leaves_behind_what_only_the_former_knows(tmp_path):
     listed = write(tmp_path / "listed.toml", stretched.read_text().replace('kind = "llama3"', 'kind = ["llama3"]'))
     with pytest.raises(InputError, match="unknown key model.position.scaling.low"):
         load(listed, ["model.position.scaling.kind=linear"])
+
+
+SIZES = "[model]\nvocab_size = 300\ncontext_length = 64\nnum_layers = 2\nd_model = 96\n"
+
+
+def test_sizes_alone_make_a_model(tmp_path):
+    model = load(write(tmp_path / "mine.toml", f"{SIZES}[model.attention]\nnum_heads = 4\n")).model
+    sections = (model.norm, model.position, model.attention, model.feed_forward)
+    assert [section.kind for section in sections] == ["rms", "rope", "gqa", "dense"]
+    assert (model.attention.num_kv_heads, model.attention.head_dim) == (4, 24)
+    assert (model.feed_forward.activation, model.feed_forward.gated, model.feed_forward.d_ff) == ("silu", True, 256)
+
+
+@pytest.mark.parametrize(
+    ("table", "is_gated", "d_ff"),
+    [
+        ("", True, 256),
+        ('activation = "gelu"', False, 384),
+        ("gated = false", False, 384),
+        ('activation = "gelu"\ngated = true', True, 256),
+        ("d_ff = 100", True, 100),
+    ],
+)
+def test_the_default_activation_is_gated_and_the_width_follows(table, is_gated, d_ff, tmp_path):
+    """A file that names its activation is what it always was."""
+    content = f"{SIZES}attention = {{ num_heads = 4 }}\n[model.feed_forward]\n{table}\n"
+    feed_forward = load(write(tmp_path / "mine.toml", content)).model.feed_forward
+    assert (feed_forward.gated, feed_forward.d_ff) == (is_gated, d_ff)
+
+
+def test_a_norm_without_a_kind_is_rms():
+    assert load(SMALL, ["model.norm={epsilon=1e-6}"]).model.norm.kind == "rms"

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from config_fixtures import CONTENT, SMALL, refusal, write
+import tomli_w
+from config_fixtures import SMALL, refusal, write
 
 from jaxlm.config import load
 from jaxlm.core.errors import InputError
@@ -93,7 +94,6 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model=5", ["model must be a section", "[model]"]),
         ("optimizer.schedule=5", ["optimizer.schedule must be a section"]),
         ("model.norm=rms", ["model.norm must be a section"]),
-        ("model.position={}", ["model.position.kind is missing"]),
         ("model.norm.kind=group", ["model.norm.kind = 'group'", "rms", "layer"]),
         ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rope"]),
         ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context_length is missing"]),
@@ -184,12 +184,24 @@ def test_a_refusal_says_what_is_wrong_and_what_would_be_right(override, says):
     assert not [part for part in says if part not in said], said
 
 
-@pytest.mark.parametrize("name", ["", ".norm", ".position", ".attention", ".feed_forward"])
-def test_a_missing_section_is_named(name, tmp_path):
-    section = f"model{name}"
-    tables = CONTENT.replace("[", "\f[").split("\f")
-    kept = [table for table in tables if not table.startswith((f"[{section}]", f"[{section}."))]
-    assert f"{section} is missing" in refusal(path=write(tmp_path / "mine.toml", "".join(kept)))
+SIZES = {"vocab_size": 300, "context_length": 64, "num_layers": 2, "d_model": 96, "attention": {"num_heads": 4}}
+
+
+@pytest.mark.parametrize("given", [(), ("vocab_size",), ("attention",), ("num_layers", "d_model", "context_length")])
+def test_all_missing_keys_are_named_at_once(given, tmp_path):
+    model = {"model": {name: SIZES[name] for name in given}} if given else {}
+    said = refusal(path=write(tmp_path / "mine.toml", tomli_w.dumps(model)))
+    missing = {"attention.num_heads" if name == "attention" else name for name in SIZES.keys() - set(given)}
+    assert set(re.findall(r"model\.([\w.]+)", said.partition(": ")[2].partition(" missing")[0])) == missing
+    assert ("jaxlm config --example" in said) == (not given)
+
+
+def test_missing_keys_are_named_beside_unknown_and_wrong_ones(tmp_path):
+    file = write(tmp_path / "mine.toml", "[model]\nvocab_size = 300\nnum_heads = 4\nnum_layers = 0\n")
+    said = refusal(path=file)
+    assert "unknown key model.num_heads; did you mean model.attention.num_heads?" in said
+    assert "missing too: model.context_length, model.d_model and model.attention.num_heads" in said
+    assert "(and 1 more)" in said
 
 
 def test_the_number_of_further_errors_is_said():

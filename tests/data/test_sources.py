@@ -92,6 +92,7 @@ def test_links_to_texts_that_are_gone_are_named_when_they_are_read(tree):
 
 def test_folders_that_a_glob_matches_besides_files_are_said_not_to_be_read(tree):
     said: list[str] = []
+    (tree / "deep" / "picture.png").unlink()
     assert names(find_files([str(tree / "*")], said)) == ["a.md", "b.txt"]
     (line,) = said
     assert f"{tree}/* also matches the folder {tree}/deep, which is not read; add it to read it" in line
@@ -101,6 +102,46 @@ def test_folders_that_a_glob_matches_besides_files_are_said_not_to_be_read(tree)
         assert names(find_files([str(tree / "*"), rest], said))[-1] == "c.py"
     assert not said
     assert names(find_files([str(tree / "*"), str(tree / "*" / "**")])) == ["a.md", "b.txt", "c.py"]
+
+
+@pytest.mark.parametrize("entry", ["", "**"])
+def test_files_of_a_folder_that_are_not_read_are_named(tree, entry):
+    """One of each suffix first, and none of a tool's own."""
+    for name in ("0.pdf", "1.pdf", "2.pdf", "3.pdf", "4.pdf", "x.docx", "README", ".hidden/notes.rst", ".DS_Store"):
+        write(tree / name)
+    said: list[str] = []
+    find_files([str(tree / entry)], said)
+    (line,) = said
+    assert line.startswith("data.text: 8 files are not read: 0.pdf, README, picture.png, x.docx, 1.pdf and 3 more; ")
+    assert ".txt" in line and "\n" not in line
+    find_files([str(tree / "a.md"), str(tree / "deep" / "er")], said)
+    assert len(said) == 1
+
+
+def test_a_folder_without_text_says_what_is_there(tmp_path):
+    write(tmp_path / "book.epub")
+    with pytest.raises(InputError, match=r"no \.txt, .* files under .*; 1 file is there: book\.epub$"):
+        find_files([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("size", "documents", "share"),
+    [
+        (5_000_000, None, 0.1),
+        (50_000_000, None, 0.02),
+        (1_000_000_000, None, 0.01),
+        (100_000_000_000, None, 0.0005),
+        (100_000_000_000, 1000, 0.1),
+        (100_000_000_000, 1_000_000, 0.01),
+    ],
+)
+def test_the_default_share_is_small_and_capped(size, documents, share, tmp_path):
+    write(tmp_path / "a.txt", "")
+    os.truncate(tmp_path / "a.txt", size)  # a hole
+    (source,) = find_sources(DataConfig(text=[str(tmp_path)], documents=documents), print)
+    assert source.held_out == pytest.approx(share)
+    (source,) = find_sources(DataConfig(text=[str(tmp_path)], documents=documents, held_out=0.3), print)
+    assert source.held_out == 0.3
 
 
 def forbidden(function, folder):

@@ -22,7 +22,7 @@ from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
-from jaxlm.families.files import config_dtype, is_published, read_json
+from jaxlm.families.files import config_dtype, is_gguf, is_published, read_json
 from jaxlm.inference.config import InferenceConfig
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel import layout_choice
@@ -297,11 +297,15 @@ def _refuse_sizes_of_training(keys: Iterable[str], kind: Kind | None) -> None:
 
 
 def _found(name: str | Path, folder: Path = Path()) -> Path:
-    """Return the file of a configuration by a path in `folder`, a name, or that of a model of the Hub. A run folder or
-    a Hugging Face directory holds one; raise InputError for another folder."""
+    """Return the file of a configuration by a path in `folder`, a name, or that of a model of the Hub. A run folder, a
+    Hugging Face directory or a GGUF file holds one; raise InputError for another folder."""
     if hub.is_name(name):
         return hub.fetch(name) / PUBLISHED
     path = bundled.find(name, folder)
+    if is_gguf(path):
+        from jaxlm.families.gguf.model import unpacked
+
+        return unpacked(path) / PUBLISHED
     if not path.is_dir():
         return path
     file = RunPaths(path).config

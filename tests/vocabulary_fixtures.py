@@ -10,6 +10,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from jaxlm.data.tokenizers import train_bpe
 from jaxlm.families.vocabularies.byte_level import spelled
+from jaxlm.families.vocabularies.protobuf import field
 
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
 CORPUS = [
@@ -26,24 +27,6 @@ USER = [
     ("▁▁▁", 0.0, USER_DEFINED),
     ("\n\n", 0.0, USER_DEFINED),
 ]
-
-
-def varint(value: int) -> bytes:
-    value %= 2**64
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def field(number: int, value: int | float | bytes) -> bytes:
-    """Write a field of a Protocol Buffer: a varint, a float or bytes."""
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
 
 
 def sentencepiece(

@@ -39,6 +39,11 @@ class PublishedModel:
     def __str__(self) -> str:
         return self.hub_name or str(self.folder)
 
+    @property
+    def path(self) -> Path:
+        """The file or folder that the model was opened by."""
+        return self.adapter or self.folder
+
     @cached_property
     def _whole_config(self) -> dict[str, Any]:
         return read_json(self.folder / CONFIG)

@@ -34,6 +34,11 @@ def carried(folder: Path) -> list[Path]:
     return [file for pattern in CARRIED for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a path names a GGUF file."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
 def is_adapter(path: Path) -> bool:
     """Return whether a folder is a PEFT directory."""
     return (path / ADAPTER_CONFIG).is_file()

@@ -8,7 +8,7 @@ from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import unwritable
 from jaxlm.data.config import HUGGING_FACE
-from jaxlm.families.files import ADAPTER_CONFIG, CONFIG, is_published, read_json, text_of
+from jaxlm.families.files import ADAPTER_CONFIG, CONFIG, is_gguf, is_published, read_json, text_of
 from jaxlm.runs.conversion import Converted
 from jaxlm.runs.folder import Run
 from jaxlm.runs.source import ModelWeights, WeightsRequest
@@ -86,7 +86,7 @@ def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, s
     else:
         of_family = settings.family_of(experiment.model)
     name = origin.source.removeprefix(HUGGING_FACE).partition("@")[0] if origin.revision else origin.source
-    if not origin.revision and not is_published(Path(name)):
+    if not origin.revision and not is_published(Path(name)) and not is_gguf(Path(name)):
         say(f"{name} is no Hugging Face directory, as PEFT needs one: export it, and put that in {ADAPTER_CONFIG}")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
     request = WeightsRequest(experiment.model, mesh, ENGINE, "float32", checkpoint, average, say)

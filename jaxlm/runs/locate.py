@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import InputError
 from jaxlm.families import hub
-from jaxlm.families.files import is_adapter, is_published
+from jaxlm.families.files import is_adapter, is_gguf, is_published
 from jaxlm.runs.adapters import AdaptedWeights
 from jaxlm.runs.folder import Run
 from jaxlm.runs.published import PublishedSource
@@ -13,10 +13,10 @@ from jaxlm.runs.trained import RunSource
 
 
 def source_of(path: Path) -> ModelSource:
-    """Return a run folder or a Hugging Face directory, whichever is there, or a model of the Hub."""
+    """Return a run folder or a Hugging Face directory, whichever is there, a model of the Hub or in a GGUF file."""
     run = Run(path)
     is_directory = is_published(path) or is_adapter(path)
-    if hub.is_name(path) or (is_directory and not run.paths.config.is_file()):
+    if hub.is_name(path) or is_gguf(path) or (is_directory and not run.paths.config.is_file()):
         return PublishedSource(path)
     if not run.has_adapters:
         return RunSource(run)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory, or a model of the Hub, as a source of a model."""
+"""A Hugging Face directory, a model of the Hub, or a GGUF file, as a source of a model."""
 
 import json
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import files, hub, tokens
-from jaxlm.families.files import DTYPES, TOKENIZER, computing_dtype, is_adapter
+from jaxlm.families.files import DTYPES, TOKENIZER, computing_dtype, is_adapter, is_gguf
 from jaxlm.models.execution_config import Dtype
 from jaxlm.runs.folder import check_vocabulary
 from jaxlm.runs.source import WeightsRequest, check_reads
@@ -29,13 +29,9 @@ class PublishedSource:
     """The model in a Hugging Face directory."""
 
     def __init__(self, path: Path):
-        """Take a directory, of a model or of adapters of one, or the name of such a one on the Hub, whose small files
-        are fetched."""
-        from jaxlm.families.directory import PublishedModel
-        from jaxlm.families.peft import AdaptedModel
-
-        folder, name = (hub.fetch(path), str(path)) if hub.is_name(path) else (path, None)
-        self.model = AdaptedModel(folder, name) if is_adapter(folder) else PublishedModel(folder, name)
+        """Take a directory, of a model or of adapters of one, the name of such a one on the Hub, whose small files are
+        fetched, or a GGUF file."""
+        self.model = _opened(path)
         self.weights, self.text = PublishedWeights(self.model), PublishedText(self.model)
         self.chat = PublishedChat(self.model, self.text)
 
@@ -54,6 +50,18 @@ class PublishedSource:
             raise InputError(f"{self} has another [model] than the overrides make of it; leave them out")
         check_reads(config.overridden(overrides), reads)
         return experiment
+
+
+def _opened(path: Path) -> "PublishedModel":
+    """Return the model at a path, with the adapter that the path names."""
+    from jaxlm.families.directory import PublishedModel
+    from jaxlm.families.gguf.model import GgufModel
+    from jaxlm.families.peft import AdaptedModel
+
+    if is_gguf(path):
+        return GgufModel(path)
+    folder, name = (hub.fetch(path), str(path)) if hub.is_name(path) else (path, None)
+    return AdaptedModel(folder, name) if is_adapter(folder) else PublishedModel(folder, name)
 
 
 class PublishedWeights:
@@ -83,7 +91,7 @@ class PublishedWeights:
 
     def origin(self, step: int | None = None) -> Origin:
         """Return the record of a run that begins with these weights, which have no step."""
-        hub_name, folder = self._model.hub_name, self._model.adapter or self._model.folder
+        hub_name, folder = self._model.hub_name, self._model.path
         return Origin(hub_name or str(folder.absolute()), "published", None, hub_name and folder.name)
 
     def sidecar_files(self) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from jaxlm.families.vocabularies.conversion import Conversion, add_special, merg
 
 BYTES = [bytes([byte]) for byte in range(256)]
 _CHARACTERS = [stand_in(byte) for byte in range(256)]
+_BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTERS)}
 MOST_TOKENS = 2**22
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -27,6 +28,14 @@ class Splitting(NamedTuple):
 def spelled(token: bytes) -> str:
     """Return a byte string as a byte-level tokenizer.json spells it (GPT-2)."""
     return "".join(map(_CHARACTERS.__getitem__, token))
+
+
+def bytes_of(name: str) -> bytes:
+    """Return the byte string that a byte-level tokenizer.json spells so. Raises InputError if it spells none."""
+    try:
+        return bytes(_BYTE_OF[character] for character in name)
+    except KeyError:
+        raise InputError(f"its token {name!r} spells no bytes") from None
 
 
 def of_ranks(ranks: Mapping[bytes, int], specials: Mapping[str, int], begin: str | None, how: Splitting) -> Conversion:

@@ -8,13 +8,13 @@ from jaxlm.families.vocabularies import byte_level
 from jaxlm.families.vocabularies.byte_level import Splitting
 from jaxlm.families.vocabularies.conversion import Conversion, table_in
 
-_GPT2 = Splitting("")
-_QWEN2 = Splitting(
+GPT2 = Splitting("")
+QWEN2 = Splitting(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     nfc=True,
 )
 # By `tokenizer_class` in tokenizer_config.json, which says what no file does.
-_SPLITTINGS = {None: _GPT2, "GPT2Tokenizer": _GPT2, "CodeGenTokenizer": _GPT2, "Qwen2Tokenizer": _QWEN2}
+_SPLITTINGS = {None: GPT2, "GPT2Tokenizer": GPT2, "CodeGenTokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
 
 
 def convert(vocabulary: bytes, merges: bytes, kind: Any) -> Conversion:

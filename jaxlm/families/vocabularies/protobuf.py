@@ -1,4 +1,4 @@
-"""The wire format of Protocol Buffers, as far as a SentencePiece model needs it."""
+"""The wire format of Protocol Buffers, as far as a SentencePiece model needs it, read and written."""
 
 import struct
 from collections.abc import Iterator
@@ -32,6 +32,15 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         at += size
 
 
+def field(number: int, value: int | float | bytes) -> bytes:
+    """Return a field of a message: an int as a varint, a float in four bytes, bytes with their length."""
+    if isinstance(value, float):
+        return _encoded(number << 3 | _FOUR_BYTES) + struct.pack("<f", value)
+    if isinstance(value, int):
+        return _encoded(number << 3 | _VARINT) + _encoded(value)
+    return _encoded(number << 3 | _LENGTH) + _encoded(len(value)) + value
+
+
 def signed(value: int) -> int:
     """Return the int32 that a varint stands for."""
     return value - 2**64 if value >= 2**63 else value
@@ -40,6 +49,15 @@ def signed(value: int) -> int:
 def float32(value: bytes) -> float:
     """Return the number in four bytes."""
     return struct.unpack("<f", value)[0]
+
+
+def _encoded(value: int) -> bytes:
+    value %= 2**64
+    parts = []
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:

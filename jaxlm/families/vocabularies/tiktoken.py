@@ -24,6 +24,12 @@ def known() -> dict[int, dict[str, Any]]:
     return {entry["ranks"]: entry for entry in tomllib.loads(file.read_text(encoding="utf-8"))["vocabulary"]}
 
 
+def splitting(name: str) -> Splitting:
+    """Return how a vocabulary that jaxlm knows splits texts, by its name in tiktoken.toml."""
+    (entry,) = (entry for entry in known().values() if entry["name"] == name)
+    return Splitting(entry["pattern"], "nfc" in entry)
+
+
 def is_tiktoken(content: bytes) -> bool:
     """Return whether a file is of tiktoken, by its first line."""
     return _LINE.fullmatch(content[:4096].split(b"\n", 1)[0].rstrip()) is not None
@@ -63,8 +69,8 @@ def convert(content: bytes, named: Mapping[int, str]) -> Conversion:
             f"it has {len(ranks):,} tokens of bytes: which pattern splits texts for them is in code that is not "
             f"run; jaxlm knows {names}"
         )
-    how = Splitting(entry["pattern"], "nfc" in entry)
-    return byte_level.of_ranks(ranks, _specials(entry, named, ranks), entry.get("begin"), how)
+    specials = _specials(entry, named, ranks)
+    return byte_level.of_ranks(ranks, specials, entry.get("begin"), splitting(entry["name"]))
 
 
 def _specials(entry: Mapping[str, Any], named: Mapping[int, str], ranks: Mapping[bytes, int]) -> dict[str, int]:

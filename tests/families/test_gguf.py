@@ -1,6 +1,7 @@
 """GGUF files: blocks to the bit, architectures as the Hugging Face directory that they were made of, tokenizers."""
 
 import json
+import math
 from pathlib import Path
 
 import gguf_files
@@ -37,8 +38,12 @@ ARCHITECTURES = {
                 "rope_theta": 7000.0, "rope_local_base_freq": 10000.0}),
     "olmo2": ("olmo2", {}, {}),
     "starcoder2": ("starcoder2", {"attention.layer_norm_epsilon": "norm_epsilon"}, {"sliding_window": None}),
+    "phi3": ("phi3", {"attention.sliding_window": "sliding_window",
+                      "rope.scaling.original_context_length": "original_max_position_embeddings"}, {}),
+    "phi4_mini": ("phi3", {"rope.scaling.original_context_length": "original_max_position_embeddings"}, {}),
     "gpt2": ("gpt2", {"attention.layer_norm_epsilon": "layer_norm_epsilon"}, {}),
 }  # fmt: skip
+ROTATED = {"phi4_mini": 6}
 COMMON = {
     "context_length": ("max_position_embeddings", "n_positions"), "embedding_length": ("hidden_size", "n_embd"),
     "block_count": ("num_hidden_layers", "n_layer"), "feed_forward_length": ("intermediate_size", "n_inner"),
@@ -52,12 +57,15 @@ def converted(name: str, path: Path) -> tuple[Path, dict, dict[str, np.ndarray]]
     fixture, _ = loud.read(name)
     architecture, own, implied = ARCHITECTURES[name]
     config = {key: value for key, value in (fixture["config"] | implied).items() if value is not None}
-    metadata: dict = {"general.architecture": architecture}
+    metadata: dict = {"general.architecture": architecture, f"{architecture}.vocab_size": config["vocab_size"]}
     for key, names in COMMON.items():
         if of := next((config[each] for each in names if each in config), None):
             metadata[f"{architecture}.{key}"] = of
     if architecture != "gpt2":
-        metadata[f"{architecture}.rope.freq_base"] = 7000.0
+        metadata |= {
+            f"{architecture}.rope.freq_base": 7000.0,
+            f"{architecture}.rope.dimension_count": ROTATED.get(name, 10),
+        }
     metadata |= {f"{architecture}.{key}": config[of] for key, of in own.items() if of in config}
     heads, kv_heads = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
     tensors = loud.weights(fixture, "loud")
@@ -65,6 +73,10 @@ def converted(name: str, path: Path) -> tuple[Path, dict, dict[str, np.ndarray]]
         gguf_files.named(architecture, each): gguf_files.stored(architecture, each, tensor, heads, kv_heads)
         for each, tensor in tensors.items()
     }
+    if architecture == "phi3":
+        rope = config["rope_parameters"]
+        metadata["phi3.rope.scaling.attn_factor"] = math.sqrt(1 + math.log(128 / 16) / math.log(16))
+        stored |= {f"rope_factors_{each}.weight": np.array(rope[f"{each}_factor"]) for each in ("long", "short")}
     return gguf_files.write(path / f"{name}.gguf", metadata, stored), config, tensors
 
 

@@ -148,17 +148,23 @@ def _rope(file: GgufFile, values: dict[str, Any], described: Mapping[str, Any]) 
     if _FREQUENCIES in file.tensors:
         entries["rope_scaling"] = _llama3(file, entries["rope_theta"], rotated)
     if {_LONG, _SHORT} <= file.tensors.keys():
-        factors = {
-            name: [float(x) for x in file.tensors[of].read()] for name, of in (("short", _SHORT), ("long", _LONG))
-        }
-        entries["rope_scaling"] = {"rope_type": "longrope", **{f"{name}_factor": of for name, of in factors.items()}}
-        amplitude = scaling.pop("attn_factor", None)
-        entries["rope_scaling"] |= {} if amplitude is None else {"attention_factor": amplitude}
+        entries["rope_scaling"] = {
+            "rope_type": "longrope", "short_factor": _decimals(file, _SHORT), "long_factor": _decimals(file, _LONG)
+        }  # fmt: skip
+        original = described.get("original_max_position_embeddings", 4096)
+        follows = math.sqrt(1 + math.log(max(described["max_position_embeddings"] / original, 1)) / math.log(original))
+        if not math.isclose(amplitude := scaling.pop("attn_factor", follows), follows, rel_tol=1e-6):
+            entries["rope_scaling"]["attention_factor"] = amplitude
     elif scaling.get("attn_factor") == 1.0:
         scaling.pop("attn_factor")
     if scaling:
         raise InputError(f"{file.path}: jaxlm knows no key {_SCALING}{min(scaling)} of rotary positions {kind!r}")
     return entries
+
+
+def _decimals(file: GgufFile, name: str) -> list[float]:
+    """Return the numbers of a float32 tensor, each the shortest that it stands for."""
+    return [float(str(number)) for number in np.asarray(file.tensors[name].read(), np.float32)]
 
 
 def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 
 from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import MAX_LOGPROBS
-from jaxlm.server.answers.answer_formats import form_of
-from jaxlm.server.answers.calls import FORMATS, CalledFunction
+from jaxlm.server.answers.call_formats import FORMATS
+from jaxlm.server.answers.calls import CalledFunction
 from jaxlm.server.answers.text import with_controls
 from jaxlm.server.events import Streamed
 from jaxlm.server.messages import MessageBody, ToolBody, encoded, prompt_end, template_of
@@ -205,7 +205,7 @@ async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> Ch
 def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStream:
     sampling, options = body.sampling(served.sampling, body.asked_logprobs), drawing(body)
     tools, template = body.shown_tools, template_of(served, body.chat_template_kwargs, body.reasoning_effort)
-    form, names = form_of(template.source), [tool.function.name for tool in tools]
+    form, schemas = served.answer_format, {tool.function.name: tool.function.parameters for tool in tools}
     if tools and not (form and form.shows_tools):
         raise Refusal(
             f"{served.name} has no chat template that shows tools in a form that is known here: "
@@ -215,10 +215,10 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStr
         )
     prompt, answer = encoded(template, body.messages, tools), None
     if form:
-        answer = AnswerOptions(form, names, body.parallel_tool_calls is not False, prompt_end(served, prompt))
+        answer = AnswerOptions(form, schemas, body.parallel_tool_calls is not False, prompt_end(served, prompt))
         if body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice):
             chosen = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
-            begun = form.opening(names[0] if len(names) == 1 else chosen, answer.prompt_end)
+            begun = form.opening(chosen, answer.prompt_end)
             answer, prompt = answer._replace(begun=begun), [*prompt, *with_controls(served.tokenizer, begun)]
     if not body.ignore_eos:
         options["stop_token_ids"] = (*options["stop_token_ids"], *template.stop_token_ids)

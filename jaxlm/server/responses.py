@@ -9,7 +9,6 @@ from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from jaxlm.server.answers.answer_formats import form_of
 from jaxlm.server.events import Streamed
 from jaxlm.server.messages import MessageBody, TextPart, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
@@ -176,7 +175,7 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
     if not messages:
         raise Refusal("input is empty; say something", param="input")
     template = template_of(served, effort=body.reasoning and body.reasoning.effort)
-    form, prompt = form_of(template.source), encoded(template, messages)
+    form, prompt = served.answer_format, encoded(template, messages)
     completion = CompletionRequest(
         [prompt],
         body.max_output_tokens,

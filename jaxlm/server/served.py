@@ -13,6 +13,7 @@ from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.service import EngineService
+from jaxlm.server.answers.answer_formats import AnswerFormat, form_of
 from jaxlm.server.refusals import Refusal
 
 
@@ -65,6 +66,11 @@ class ServedModel:
     def token_bytes(self) -> Callable[[int], bytes]:
         """A function that returns the bytes of a token."""
         return lru_cache(1 << 16)(self.tokenizer.bytes_of)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """The form of answers that the chat template shows; None for text alone."""
+        return self.chat_template and form_of(self.chat_template)
 
     @property
     def longest(self) -> int:

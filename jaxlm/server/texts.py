@@ -4,6 +4,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxlm.inference.requests import Request, Sampling, check_biases, check_prom
 from jaxlm.inference.runner import Scores
 from jaxlm.inference.service import EventStream
 from jaxlm.server.answers.answer_formats import AnswerFormat
+from jaxlm.server.answers.call_bodies import Schemas
 from jaxlm.server.answers.calls import CalledFunction
 from jaxlm.server.answers.text import AnswerText
 from jaxlm.server.refusals import Refusal
@@ -45,14 +47,14 @@ class AnswerOptions(NamedTuple):
     """The form in which the model writes answers, and what they may hold.
 
     Attributes:
-      names: of the functions that may be called.
+      schemas: of the functions that may be called.
       parallel: whether one answer may have several calls.
       prompt_end: the end of the conversation as it is shown, with control tokens.
       begun: what the answer begins with, as the end of the prompt.
     """
 
     form: AnswerFormat
-    names: Collection[str] = ()
+    schemas: Schemas = MappingProxyType({})
     parallel: bool = True
     prompt_end: str = ""
     begun: str = ""
@@ -245,8 +247,8 @@ class CompletionStream:
 
 def _text_of(served: ServedModel, request: Request, completion: CompletionRequest) -> ContinuationText | AnswerText:
     if completion.answer:
-        form, names, _, prompt_end, begun = completion.answer
-        return AnswerText(served.tokenizer, request, form, names, prompt_end, begun)
+        form, schemas, _, prompt_end, begun = completion.answer
+        return AnswerText(served.tokenizer, request, form, schemas, prompt_end, begun)
     # A request with stop tokens may still be no answer.
     return ContinuationText(
         served.tokenizer, request if completion.is_answer else request._replace(stop_token_ids=None)

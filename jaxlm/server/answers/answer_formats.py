@@ -1,11 +1,17 @@
 """The form in which a model writes answers, as its chat template shows it."""
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.json_text import json_value
+from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.server.answers import harmony
-from jaxlm.server.answers.calls import AnswerParts, CallFormat, CallReader, format_of
+from jaxlm.server.answers.call_bodies import Schemas
+from jaxlm.server.answers.call_formats import FORMATS, CallFormat
+from jaxlm.server.answers.calls import AnswerParts, CallReader
 from jaxlm.server.answers.harmony import HarmonyReader
 from jaxlm.server.answers.reasoning import ReasoningParser, ThoughtFormat, thoughts_of
 
@@ -31,7 +37,7 @@ class AnswerFormat(Protocol):
     """A form in which models write answers."""
 
     def marks(self, names: Collection[str]) -> frozenset[str]:
-        """Return the control tokens that a reader of calls of these names is given as text."""
+        """Return the control tokens that a reader of calls of these functions is given as text."""
         ...
 
     @property
@@ -39,12 +45,12 @@ class AnswerFormat(Protocol):
         """Return whether the form has calls."""
         ...
 
-    def reader(self, names: Collection[str], prompt_end: str) -> AnswerReader:
-        """Return a reader of calls of these names; `prompt_end` is the end of the prompt, with control tokens."""
+    def reader(self, schemas: Schemas, prompt_end: str) -> AnswerReader:
+        """Return a reader of calls of these functions; `prompt_end` is the end of the prompt, with control tokens."""
         ...
 
     def opening(self, name: str | None, prompt_end: str) -> str:
-        """Return the text that begins a call, of any function or of one, behind a prompt."""
+        """Return the text that begins a call behind a prompt, of any function (its first mark) or of one."""
         ...
 
 
@@ -63,42 +69,103 @@ class PlainForm:
     def shows_tools(self) -> bool:
         return self.calls is not None
 
-    def reader(self, names: Collection[str], prompt_end: str) -> AnswerReader:
-        calls = CallReader(self.calls, names) if self.calls and names else None
+    def reader(self, schemas: Schemas, prompt_end: str) -> AnswerReader:
+        calls = CallReader(self.calls, schemas) if self.calls and schemas else None
         return _PlainReader(self.thoughts and ReasoningParser(self.thoughts, self._is_inside(prompt_end)), calls)
 
     def opening(self, name: str | None, prompt_end: str) -> str:
         assert self.calls is not None
-        before, after = self.calls.opening
         thought = f"{self.thoughts.end}\n\n" if self.thoughts and self._is_inside(prompt_end) else ""
-        return thought + (before if name is None else f"{before}{name}{after}")
+        return thought + _begun(self.calls.opening, name)
 
     def _is_inside(self, prompt_end: str) -> bool:
         return self.thoughts is not None and prompt_end.rstrip().endswith(self.thoughts.start)
 
 
+@dataclass(frozen=True)
 class HarmonyForm:
     """Messages in channels, as gpt-oss writes them."""
 
-    shows_tools = True
+    shows_tools: bool = True
 
     def marks(self, names: Collection[str]) -> frozenset[str]:
         return frozenset(harmony.MARKS)
 
-    def reader(self, names: Collection[str], prompt_end: str) -> AnswerReader:
-        return HarmonyReader(names)
+    def reader(self, schemas: Schemas, prompt_end: str) -> AnswerReader:
+        return HarmonyReader(schemas)
 
     def opening(self, name: str | None, prompt_end: str) -> str:
-        before, after = harmony.OPENING
-        return before if name is None else f"{before}{name}{after}"
+        return _begun(harmony.OPENING, name)
 
 
-def form_of(template: str) -> AnswerFormat | None:
-    """Return the form of answers that a chat template shows; None for text alone."""
-    if "<|channel|>" in template and "<|message|>" in template:
-        return HarmonyForm()
-    calls, thoughts = format_of(template), thoughts_of(template)
+def _begun(opening: tuple[str, str, str], name: str | None) -> str:
+    """Return the text that begins a call, of any function or of one."""
+    start, before, after = opening
+    return start if name is None else f"{start}{before}{name}{after}"
+
+
+# A call that each template is asked to show.
+_PROBE, _ARGUMENTS = "jaxlm_probe", {"city": "Oslo", "days": 7}
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": []}
+_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "A probe.", "parameters": _SCHEMA}}
+_QUESTION = {"role": "user", "content": "?"}
+_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "callprobe", "type": "function", "function": {"name": _PROBE, "arguments": _ARGUMENTS}},
+    ],
+}
+
+
+def form_of(template: ChatTemplate) -> AnswerFormat | None:
+    """Return the form of answers that a chat template shows; None for text alone.
+
+    The form of its calls is the one in which a call is read back as it was given, once the template has shown it.
+    """
+    written = _written_call(template)
+    if "<|channel|>" in template.source and "<|message|>" in template.source:
+        return HarmonyForm(written is not None and written.is_read_by(HarmonyForm()))
+    thoughts = thoughts_of(template.source)
+    forms = [form for form in FORMATS.values() if written and written.is_read_by(PlainForm(form, thoughts))]
+    calls = next((form for form in forms if written and written.begins_as(form)), forms[0] if forms else None)
     return PlainForm(calls, thoughts) if calls or thoughts else None
+
+
+@dataclass(frozen=True)
+class _WrittenCall:
+    """The answer that is a call of the probe, with the names of all control tokens; and what stands before it."""
+
+    text: str
+    prompt: str
+    controls: Collection[str]
+
+    def is_read_by(self, form: AnswerFormat) -> bool:
+        text, shown = self.text, form.marks([_PROBE])
+        for name in sorted(self.controls, key=len, reverse=True):
+            if name not in shown:  # a reader is not given it
+                text = text.replace(name, "")
+        reader = form.reader({_PROBE: _SCHEMA}, self.prompt)
+        calls = [call for parts in (reader.add(text), reader.rest()) for call in parts.calls]
+        return [(call.name, json_value(call.arguments)) for call in calls] == [(_PROBE, _ARGUMENTS)]
+
+    def begins_as(self, form: CallFormat) -> bool:
+        """Return whether the call begins with the form's opening, but for blanks."""
+        return "".join(_begun(form.opening, _PROBE).split()) in "".join(self.text.split())
+
+
+def _written_call(template: ChatTemplate) -> _WrittenCall | None:
+    """Return a call as a template shows it; None where it shows no tools, or refuses to show a call."""
+    try:
+        before = [template.render([_QUESTION], reply=reply, tools=[_TOOL]) for reply in (True, False)]
+        shown = template.render([_QUESTION, _CALL], reply=False, tools=[_TOOL])
+    except InputError:
+        return None
+    # A prompt may go on as no answer of the history does, such as with the beginning of a thought.
+    prompt = next((text for text in before if shown.startswith(text)), os.path.commonprefix([before[1], shown]))
+    if _PROBE not in before[0]:
+        return None
+    return _WrittenCall(shown[len(prompt) :], prompt, template.tokenizer.controls)
 
 
 class _PlainReader:

@@ -6,14 +6,15 @@ Source: https://github.com/openai/harmony, docs/format.md.
 import re
 from collections.abc import Collection
 
-from jaxlm.server.answers.calls import AnswerParts, CalledFunction, called, overlap
+from jaxlm.server.answers.call_bodies import is_inside_json_string
+from jaxlm.server.answers.calls import AnswerParts, CalledFunction, called, first_mark, overlap
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN = MARKS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
 )
 _ENDS = (_END, _CALL, _RETURN, _START, _CHANNEL)  # of a message
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
-OPENING = f"{_CHANNEL}commentary to=functions.", f" {_CONSTRAIN}json{_MESSAGE}"
+OPENING = f"{_CHANNEL}commentary to=functions.", "", f" {_CONSTRAIN}json{_MESSAGE}"
 
 
 class HarmonyReader:
@@ -41,7 +42,7 @@ class HarmonyReader:
                     break
                 self._begin(self._held[:at])
                 self._held = self._held[at + len(_MESSAGE) :]
-            first_end = min(((at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0), default=None)
+            first_end = first_mark(self._held, _ENDS, self._is_inside_value)
             end = first_end[0] if first_end else len(self._held) - max(overlap(self._held, mark) for mark in _ENDS)
             text, self._held = self._held[:end], self._held[end:]
             if self._kind in ("said", "thought"):
@@ -73,6 +74,10 @@ class HarmonyReader:
         recipient, channel = _RECIPIENT.search(header), header.partition(_CHANNEL)[2]
         self._is_header, self._body = False, ""
         self._kind = recipient[1] if recipient else "thought" if channel.startswith("analysis") else "said"
+
+    def _is_inside_value(self, text: str) -> bool:
+        """Return whether the body breaks off inside a string of a call's arguments behind this text."""
+        return self._kind not in ("said", "thought") and is_inside_json_string(self._body + text)
 
     def _ended(self) -> tuple[str, list[CalledFunction]]:
         """Return the call that has ended, or its body as text where it is no call of a known name."""

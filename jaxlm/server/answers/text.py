@@ -1,13 +1,14 @@
 """The parts of an answer while its tokens are drawn."""
 
 import re
-from collections.abc import Collection
+from types import MappingProxyType
 
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.requests import Request
 from jaxlm.inference.stop_strings import StopScanner
 from jaxlm.server.answers.answer_formats import AnswerFormat
+from jaxlm.server.answers.call_bodies import Schemas
 from jaxlm.server.answers.calls import AnswerParts, CalledFunction
 
 
@@ -15,7 +16,7 @@ class AnswerText:
     """The text of an answer, as `ContinuationText` gives it; `taken` gives what is thought, and calls.
 
     Args:
-      names: of the functions that it may call.
+      schemas: of the functions that it may call.
       prompt_end: the end of what the answer follows, with control tokens.
       begun: the text that the answer begins with already, as a part of the prompt.
     """
@@ -25,14 +26,14 @@ class AnswerText:
         tokenizer: Tokenizer,
         request: Request,
         form: AnswerFormat,
-        names: Collection[str] = (),
+        schemas: Schemas = MappingProxyType({}),
         prompt_end: str = "",
         begun: str = "",
     ):
         self._tokenizer = tokenizer
-        self._shown = {id: name for name, id in tokenizer.controls.items() if name in form.marks(names)}
+        self._shown = {id: name for name, id in tokenizer.controls.items() if name in form.marks(schemas)}
         self._decoder = Detokenizer(tokenizer, [])
-        self._reader = form.reader(names, prompt_end)
+        self._reader = form.reader(schemas, prompt_end)
         self._scanner = StopScanner(request.stop)
         self._thought, self._calls = "", []
         self._begun = self._said(self._reader.add(begun)) if begun else ""

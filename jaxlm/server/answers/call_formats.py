@@ -1,0 +1,110 @@
+"""The forms in which families of models write calls of tools, as data, and that of a chat template."""
+
+import re
+from dataclasses import dataclass
+
+from jaxlm.server.answers.call_bodies import CallBody, JsonBody, NamedJsonBody, TaggedBody
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A form in which models write calls.
+
+    Attributes:
+      start: what stands before a call; None where an answer that begins with a brace is calls as a whole.
+      end: what stands behind a call; None where a call ends with the answer.
+      body: the text between.
+      controls: control tokens that are parts of a call. Those in `dropped` stand around calls and say nothing.
+      opening: what begins any call, from there to the name of its function, and from the name to the arguments.
+    """
+
+    start: str | None
+    end: str | None
+    body: CallBody
+    opening: tuple[str, str, str]
+    controls: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """The control tokens and texts that are parts of the form."""
+        return frozenset(mark for mark in (self.start, self.end, *self.controls, *self.dropped) if mark)
+
+
+_JSON = JsonBody()
+_TAGS = "<tool_call>", "</tool_call>"
+_DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_AROUND = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+def _function_tags(newline: str) -> TaggedBody:
+    """Return the text `<function=NAME><parameter=KEY>VALUE</parameter></function>`, with line breaks around values or
+    without."""
+    return TaggedBody(
+        re.compile(r"\s*<function=(?P<name>[^>\n]+)>"),
+        # A value ends with its tag; models forget the tag where the next argument begins a line.
+        re.compile(
+            rf"\s*<parameter=(?P<key>[^>\n]+)>{newline}(?P<value>.*?)"
+            rf"(?:{newline}</parameter>(?=\s*(?:<parameter=|</function>|\Z))|(?=\n<parameter=))",
+            re.S,
+        ),
+        "</function>",
+        "<parameter=",
+        "</parameter>",
+    )
+
+
+FORMATS = {
+    "hermes": CallFormat(
+        *_TAGS, _JSON, ("<tool_call>", '\n{"name": "', '", "arguments": ')
+    ),  # Qwen 2.5 and 3 among others
+    "qwen3-coder": CallFormat(*_TAGS, _function_tags("\n?"), ("<tool_call>", "\n<function=", ">\n")),
+    "seed-oss": CallFormat(
+        "<seed:tool_call>", "</seed:tool_call>", _function_tags(""), ("<seed:tool_call>", "\n<function=", ">\n")
+    ),
+    "glm": CallFormat(  # 4.5 and later
+        *_TAGS,
+        TaggedBody(
+            re.compile(r"\s*(?P<name>[\w.-]+)\s*"),
+            re.compile(
+                r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                r"(?=\s*(?:<arg_key>|\Z))",
+                re.S,
+            ),
+            "",
+            "<arg_value>",
+            "</arg_value>",
+        ),
+        ("<tool_call>", "", "\n"),
+    ),
+    "nemotron": CallFormat("<TOOLCALL>", "</TOOLCALL>", _JSON, ("<TOOLCALL>", '[{"name": "', '", "arguments": ')),
+    "deepseek-v3": CallFormat(  # and R1
+        *_DEEPSEEK,
+        NamedJsonBody(
+            re.compile(r"\s*\w*<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n"),
+            re.compile(r"\s*```\s*"),
+        ),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "\n```json\n"),
+        ("<｜tool▁sep｜>",),
+        _DEEPSEEK_AROUND,
+    ),
+    "deepseek": CallFormat(  # V3.1
+        *_DEEPSEEK,
+        NamedJsonBody(re.compile(r"\s*(?P<name>[^<\n]+)<｜tool▁sep｜>"), re.compile(r"\s*")),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "", "<｜tool▁sep｜>"),
+        ("<｜tool▁sep｜>",),
+        _DEEPSEEK_AROUND,
+    ),
+    "mistral-list": CallFormat("[TOOL_CALLS]", None, _JSON, ("[TOOL_CALLS]", '[{"name": "', '", "arguments": ')),
+    "mistral": CallFormat(  # from v11 of its tokenizers on
+        "[TOOL_CALLS]",
+        None,
+        NamedJsonBody(
+            re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]"), re.compile(r"\s*(?:\[TOOL_CALLS\]|\Z)")
+        ),
+        ("[TOOL_CALLS]", "", "[ARGS]"),
+        ("[ARGS]", "[CALL_ID]"),
+    ),
+    "llama3": CallFormat(None, None, _JSON, ('{"name": "', "", '", "parameters": '), dropped=("<|python_tag|>",)),
+    "json": CallFormat(None, None, _JSON, ('{"name": "', "", '", "arguments": ')),
+}

@@ -123,7 +123,7 @@ def form_of(template: ChatTemplate) -> AnswerFormat | None:
 
     The form of its calls is the one in which a call is read back as it was given, once the template has shown it.
     """
-    written = _written_call(template)
+    written = _probe_answer(template)
     if "<|channel|>" in template.source and "<|message|>" in template.source:
         return HarmonyForm(written is not None and written.is_read_by(HarmonyForm()))
     thoughts = thoughts_of(template.source)
@@ -133,7 +133,7 @@ def form_of(template: ChatTemplate) -> AnswerFormat | None:
 
 
 @dataclass(frozen=True)
-class _WrittenCall:
+class _ProbeAnswer:
     """The answer that is a call of the probe, with the names of all control tokens; and what stands before it."""
 
     text: str
@@ -154,7 +154,7 @@ class _WrittenCall:
         return "".join(_begun(form.opening, _PROBE).split()) in "".join(self.text.split())
 
 
-def _written_call(template: ChatTemplate) -> _WrittenCall | None:
+def _probe_answer(template: ChatTemplate) -> _ProbeAnswer | None:
     """Return a call as a template shows it; None where it shows no tools, or refuses to show a call."""
     try:
         before = [template.render([_QUESTION], reply=reply, tools=[_TOOL]) for reply in (True, False)]
@@ -165,7 +165,7 @@ def _written_call(template: ChatTemplate) -> _WrittenCall | None:
     prompt = next((text for text in before if shown.startswith(text)), os.path.commonprefix([before[1], shown]))
     if _PROBE not in before[0]:
         return None
-    return _WrittenCall(shown[len(prompt) :], prompt, template.tokenizer.controls)
+    return _ProbeAnswer(shown[len(prompt) :], prompt, template.tokenizer.controls)
 
 
 class _PlainReader:

@@ -18,7 +18,7 @@ from jaxlm.inference.requests import Request, Sampling, check_biases, check_prom
 from jaxlm.inference.runner import Scores
 from jaxlm.inference.service import EventStream
 from jaxlm.server.answers.answer_formats import AnswerFormat
-from jaxlm.server.answers.call_bodies import Schemas
+from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.calls import CalledFunction
 from jaxlm.server.answers.text import AnswerText
 from jaxlm.server.refusals import Refusal

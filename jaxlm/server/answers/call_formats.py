@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from jaxlm.server.answers.call_bodies import CallBody, JsonBody, NamedJsonBody, TaggedBody
+from jaxlm.server.answers.call_syntax import CallSyntax, JsonSyntax, NamedJsonSyntax, TaggedSyntax
 
 
 @dataclass(frozen=True)
@@ -13,14 +13,14 @@ class CallFormat:
     Attributes:
       start: what stands before a call; None where an answer that begins with a brace is calls as a whole.
       end: what stands behind a call; None where a call ends with the answer.
-      body: the text between.
+      syntax: of the text between.
       controls: control tokens that are parts of a call. Those in `dropped` stand around calls and say nothing.
       opening: what begins any call, from there to the name of its function, and from the name to the arguments.
     """
 
     start: str | None
     end: str | None
-    body: CallBody
+    syntax: CallSyntax
     opening: tuple[str, str, str]
     controls: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -31,16 +31,16 @@ class CallFormat:
         return frozenset(mark for mark in (self.start, self.end, *self.controls, *self.dropped) if mark)
 
 
-_JSON = JsonBody()
+_JSON = JsonSyntax()
 _TAGS = "<tool_call>", "</tool_call>"
 _DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_AROUND = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 
-def _function_tags(newline: str) -> TaggedBody:
+def _function_tags(newline: str) -> TaggedSyntax:
     """Return the text `<function=NAME><parameter=KEY>VALUE</parameter></function>`, with line breaks around values or
     without."""
-    return TaggedBody(
+    return TaggedSyntax(
         re.compile(r"\s*<function=(?P<name>[^>\n]+)>"),
         # A value ends with its tag; models forget the tag where the next argument begins a line.
         re.compile(
@@ -64,7 +64,7 @@ FORMATS = {
     ),
     "glm": CallFormat(  # 4.5 and later
         *_TAGS,
-        TaggedBody(
+        TaggedSyntax(
             re.compile(r"\s*(?P<name>[\w.-]+)\s*"),
             re.compile(
                 r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
@@ -80,7 +80,7 @@ FORMATS = {
     "nemotron": CallFormat("<TOOLCALL>", "</TOOLCALL>", _JSON, ("<TOOLCALL>", '[{"name": "', '", "arguments": ')),
     "deepseek-v3": CallFormat(  # and R1
         *_DEEPSEEK,
-        NamedJsonBody(
+        NamedJsonSyntax(
             re.compile(r"\s*\w*<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n"),
             re.compile(r"\s*```\s*"),
         ),
@@ -90,7 +90,7 @@ FORMATS = {
     ),
     "deepseek": CallFormat(  # V3.1
         *_DEEPSEEK,
-        NamedJsonBody(re.compile(r"\s*(?P<name>[^<\n]+)<｜tool▁sep｜>"), re.compile(r"\s*")),
+        NamedJsonSyntax(re.compile(r"\s*(?P<name>[^<\n]+)<｜tool▁sep｜>"), re.compile(r"\s*")),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "", "<｜tool▁sep｜>"),
         ("<｜tool▁sep｜>",),
         _DEEPSEEK_AROUND,
@@ -99,7 +99,7 @@ FORMATS = {
     "mistral": CallFormat(  # from v11 of its tokenizers on
         "[TOOL_CALLS]",
         None,
-        NamedJsonBody(
+        NamedJsonSyntax(
             re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]"), re.compile(r"\s*(?:\[TOOL_CALLS\]|\Z)")
         ),
         ("[TOOL_CALLS]", "", "[ARGS]"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from jaxlm.core.json_text import json_text, json_value
-from jaxlm.server.answers.call_bodies import Schemas
+from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.call_formats import CallFormat
 
 
@@ -63,7 +63,7 @@ class CallReader:
             end = self._form.end
             if end is None:
                 break
-            found = first_mark(self._held, [end], self._form.body.is_inside, self._searched)
+            found = first_mark(self._held, [end], self._form.syntax.is_inside, self._searched)
             if found is None:
                 self._searched = len(self._held) - overlap(self._held, end)
                 break
@@ -86,7 +86,7 @@ class CallReader:
     def rest(self) -> tuple[str, list[CalledFunction]]:
         """Return the end of an answer, which was held back."""
         rest, self._held = self._held, ""
-        is_whole = self._is_open or (self._in_call and (self._form.end is None or self._form.body.ends_itself))
+        is_whole = self._is_open or (self._in_call and (self._form.end is None or self._form.syntax.ends_itself))
         unfinished = overlap(rest, self._form.end) if self._form.end else 0  # of a mark that the answer broke off in
         calls = self._calls(rest[: len(rest) - unfinished]) if is_whole else []
         said = "" if calls else (self._form.start or "") * self._in_call + rest
@@ -106,7 +106,7 @@ class CallReader:
     def _calls(self, body: str) -> list[CalledFunction]:
         """Return the calls that a text holds; none where the text holds anything but calls of known names."""
         try:
-            written = self._form.body.calls(body, self._schemas)
+            written = self._form.syntax.calls(body, self._schemas)
         except (ValueError, RecursionError):
             return []
         calls = [called(*each) for each in written]

@@ -6,7 +6,7 @@ Source: https://github.com/openai/harmony, docs/format.md.
 import re
 from collections.abc import Collection
 
-from jaxlm.server.answers.call_bodies import is_inside_json_string
+from jaxlm.server.answers.call_syntax import is_inside_json_string
 from jaxlm.server.answers.calls import AnswerParts, CalledFunction, called, first_mark, overlap
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN = MARKS = (

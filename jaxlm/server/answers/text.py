@@ -8,7 +8,7 @@ from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.requests import Request
 from jaxlm.inference.stop_strings import StopScanner
 from jaxlm.server.answers.answer_formats import AnswerFormat
-from jaxlm.server.answers.call_bodies import Schemas
+from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.calls import AnswerParts, CalledFunction
 
 

@@ -1,4 +1,4 @@
-"""The texts of calls between the marks of their form: names of functions, and arguments as JSON or between tags."""
+"""The syntaxes of calls between the marks of their form: names of functions, and arguments as JSON or between tags."""
 
 import json
 import re
@@ -19,8 +19,8 @@ class WrittenCall(NamedTuple):
     arguments: Any
 
 
-class CallBody(Protocol):
-    """The text of one or more calls."""
+class CallSyntax(Protocol):
+    """A syntax of calls: reads the text of one or more."""
 
     @property
     def ends_itself(self) -> bool:
@@ -37,7 +37,7 @@ class CallBody(Protocol):
 
 
 @dataclass(frozen=True)
-class JsonBody:
+class JsonSyntax:
     """JSON: an object with `name` and `arguments` (or `parameters`), a list of them, or several with semicolons
     between."""
 
@@ -62,7 +62,7 @@ class JsonBody:
 
 
 @dataclass(frozen=True)
-class NamedJsonBody:
+class NamedJsonSyntax:
     """The name of a function, and the JSON of its arguments; maybe several.
 
     Attributes:
@@ -101,7 +101,7 @@ class NamedJsonBody:
 
 
 @dataclass(frozen=True)
-class TaggedBody:
+class TaggedSyntax:
     """The name of a function, and its arguments between tags, as texts that its JSON schema gives types.
 
     Attributes:
@@ -231,4 +231,4 @@ def _is_open_string(error: Exception) -> bool:
 
 def is_inside_json_string(text: str) -> bool:
     """Return whether JSON breaks off inside a string."""
-    return JsonBody().is_inside(text)
+    return JsonSyntax().is_inside(text)

@@ -18,8 +18,8 @@ from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import Request
 from jaxlm.server.answers.answer_formats import HarmonyForm, PlainForm, form_of
-from jaxlm.server.answers.call_syntax import typed
 from jaxlm.server.answers.call_formats import FORMATS
+from jaxlm.server.answers.call_syntax import typed
 from jaxlm.server.answers.reasoning import THOUGHTS
 from jaxlm.server.answers.text import AnswerText, with_controls
 

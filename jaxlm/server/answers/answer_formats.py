@@ -9,8 +9,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.json_text import json_value
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.server.answers import harmony
-from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.call_formats import FORMATS, CallFormat
+from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.calls import AnswerParts, CallReader
 from jaxlm.server.answers.harmony import HarmonyReader
 from jaxlm.server.answers.reasoning import ReasoningParser, ThoughtFormat, thoughts_of

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from jaxlm.core.json_text import json_text, json_value
-from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.call_formats import CallFormat
+from jaxlm.server.answers.call_syntax import Schemas
 
 
 class CalledFunction(NamedTuple):
@@ -49,12 +49,12 @@ class CallReader:
         texts, calls = [], []
         while True:
             if not self._in_call:
-                if (found := first_mark(self._held, self._marks)) is None:
+                if (first := first_mark(self._held, self._marks)) is None:
                     kept = len(self._held) - max((overlap(self._held, mark) for mark in self._marks), default=0)
                     texts.append(self._held[:kept])
                     self._held = self._held[kept:]
                     break
-                at, mark = found
+                at, mark = first
                 texts.append(self._held[:at])
                 self._held, self._in_call = self._held[at + len(mark) :], mark == self._form.start
                 self._searched = 0
@@ -63,11 +63,11 @@ class CallReader:
             end = self._form.end
             if end is None:
                 break
-            found = first_mark(self._held, [end], self._form.syntax.is_inside, self._searched)
-            if found is None:
+            first = first_mark(self._held, [end], self._form.syntax.is_inside, self._searched)
+            if first is None:
                 self._searched = len(self._held) - overlap(self._held, end)
                 break
-            at, _ = found
+            at, _ = first
             body, self._held, self._in_call = self._held[:at], self._held[at + len(end) :], False
             body_calls = self._calls(body)
             calls += body_calls

@@ -36,9 +36,9 @@ def for_documents(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     if model.get("dropout"):
         model["dropout"] = None
     if from_text := controls & _made_of_text(model, backend):
-        steps, cut = _steps(described["pre_tokenizer"]), _cut(from_text)
-        if cut not in steps:
-            described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, cut]}
+        before_cut, cut = steps(described["pre_tokenizer"]), _cut(from_text)
+        if cut not in before_cut:
+            described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*before_cut, cut]}
     after = json.dumps(described)
     return backend if after == before else tokenizers.Tokenizer.from_str(after)
 
@@ -64,10 +64,12 @@ def _made_of_text(model: dict[str, Any], backend: tokenizers.Tokenizer) -> set[s
     return set(backend.get_vocab(with_added_tokens=False))
 
 
-def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if pre_tokenizer is None:
+def steps(described: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a pre-tokenizer or decoder of a tokenizer.json, sequences taken apart."""
+    if described is None:
         return []
-    return pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    within = described.get("pretokenizers", described.get("decoders"))
+    return [described] if within is None else [step for part in within for step in steps(part)]
 
 
 def _cut(tokens: Iterable[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -13,6 +14,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from jaxlm.core.errors import InputError
 from jaxlm.data import control_tokens
 from jaxlm.data.control_tokens import END_OF_TEXT
+from jaxlm.data.stream_decoder import StreamDecoder, stream_decoder
 
 BYTES_VOCABULARY = 257
 # Characters per call of the encoder, and at least per piece of a long document.
@@ -168,6 +170,28 @@ class Tokenizer:
         """Return the text of token ids, without separators. Broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def stream_decoder(self) -> StreamDecoder:
+        """Return a decoder of tokens by name, one by one, to the text that `decode` gives for all of them."""
+        return stream_decoder(self._decoder_steps, self.decode_names, _bytes_of)
+
+    def decode_names(self, names: list[str]) -> str:
+        """Return the text of tokens that are given as the vocabulary spells them."""
+        return self._backend.decoder.decode(names) if self._backend.decoder else " ".join(names)
+
+    def name_in_text(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it; None for a token that has no text: a control token, or an id
+        without a token."""
+        return None if token in self._control_ids else self._backend.id_to_token(token)
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        return frozenset(self.controls.values())
+
+    @cached_property
+    def _decoder_steps(self) -> list[dict[str, Any]]:
+        decoder = self._backend.decoder
+        return control_tokens.steps(json.loads(decoder.__getstate__()) if decoder else None)
+
     def spelled_out(self, ids: Iterable[int]) -> str:
         """Return the text of token ids with the names of control tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
@@ -175,7 +199,7 @@ class Tokenizer:
     def size(self, token: int) -> int:
         """Return the UTF-8 bytes of a token. A byte-level token may be part of a character."""
         if isinstance(self._backend.decoder, decoders.ByteLevel):
-            return len(self._backend.id_to_token(token))
+            return len(_bytes_of(self._backend.id_to_token(token)))
         return len(self.decode([token]).encode())
 
     def bytes_of(self, token: int) -> bytes:
@@ -187,7 +211,7 @@ class Tokenizer:
         if token in self._backend.get_added_tokens_decoder():
             return name.encode()
         if isinstance(self._backend.decoder, decoders.ByteLevel):
-            return bytes(_BYTES[letter] for letter in name)
+            return _bytes_of(name)
         if _ONE_BYTE.fullmatch(name) and self.decode([token]) != name:
             return bytes.fromhex(name[3:5])
         before = self.decode([self._ordinary])
@@ -386,3 +410,11 @@ def stand_in(byte: int) -> str:
 
 
 _BYTES = {stand_in(byte): byte for byte in range(256)}
+
+
+def _bytes_of(name: str) -> bytes:
+    """Return the bytes that a byte-level name stands for. A name of other characters stands for its UTF-8."""
+    try:
+        return bytes(map(_BYTES.__getitem__, name))
+    except KeyError:
+        return name.encode()

@@ -35,7 +35,8 @@ class Tokenizer:
 
     `vocab_size`: the largest id plus one. `separator`: the id that starts and ends a document, or None (characters).
     `begin`: the ids before a prompt. `stop_token_ids`: the ids that end what is drawn. Both are the separator unless a
-    published model has others. `dropout`: the probability of BPE dropout that the file asks for, which is switched off.
+    published model has others. `end`: the ids after a text that nothing continues. `dropout`: the probability of BPE
+    dropout that the file asks for, which is switched off.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         begin: Sequence[int] | None = None,
         stop_token_ids: Collection[int] | None = None,
+        end: Sequence[int] = (),
     ):
         self.dropout: float = getattr(backend.model, "dropout", None) or 0.0
         self._backend = backend = control_tokens.for_documents(backend)
@@ -54,6 +56,7 @@ class Tokenizer:
         self.separator: int | None = None if separator is None else backend.token_to_id(separator)
         own = () if self.separator is None else (self.separator,)
         self.begin: tuple[int, ...] = own if begin is None else tuple(begin)
+        self.end: tuple[int, ...] = tuple(end)
         self.stop_token_ids: frozenset[int] = frozenset(own if stop_token_ids is None else stop_token_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -74,6 +77,11 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of the start of a document, after the ids that begin one."""
         return [*self.begin, *(self.encode(text) if text else [])]
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the token ids of a text that nothing continues, between the ids that begin one and those that end
+        one."""
+        return [*self.encode_prompt(text), *self.end]
 
     @cached_property
     def controls(self) -> dict[str, int]:

@@ -53,11 +53,6 @@ class SpecialTokens:
         what is no id."""
         return frozenset(number for table in (*self._configs, self._generation) for number in self._ids(table, _END))
 
-    @property
-    def begin(self) -> frozenset[int]:
-        """The ids of `bos_token_id`."""
-        return frozenset(number for table in self._configs for number in self._ids(table, _BEGIN))
-
     def _ids(self, table: Mapping[str, Any], key: str) -> list[int]:
         found = table.get(f"{key}_id")
         ids = found if isinstance(found, list) else [] if found is None else [found]

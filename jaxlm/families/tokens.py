@@ -13,6 +13,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import default_cache, replace
 from jaxlm.data import tokenizers
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.families import post_processor
 from jaxlm.families.files import (
     ADDED_TOKENS,
     MERGES,
@@ -35,18 +36,16 @@ _EDITION = 1  # of converted tokenizers: a higher number leaves older files of t
 def load(file: Path, folder: Path) -> Tokenizer:
     """Load the tokenizer.json of a published model whose small files are in a folder.
 
-    A prompt begins with the ids that the file's post-processor puts before a text, whatever `add_bos_token` in another
-    file says (as in transformers 5). A generated text ends with any id of `eos_token_id` in generation_config.json and
+    A prompt begins with the ids that the file's post-processor puts before a text, and a text that is not continued
+    ends with those that it puts after it, whatever `add_bos_token` and `add_eos_token` in another file say (as in
+    transformers 5). A generated text ends with any id of `eos_token_id` in generation_config.json and
     config.json, and of `eos_token` in tokenizer_config.json and special_tokens_map.json. Raises InputError for a file
     that is missing or invalid.
     """
     backend, special = tokenizers.read(file), SpecialTokens(folder)
     stop_token_ids = special.stop_token_ids | _ids_of(backend, special.end_names)
-    begins = special.begin | _ids_of(backend, special.begin_names)
-    begin = backend.encode("", add_special_tokens=True).ids
-    while begin and begin[-1] in stop_token_ids and begin[-1] not in begins:
-        begin.pop()
-    return Tokenizer(backend, begin, stop_token_ids or None)
+    begin, end = post_processor.ids_around(backend)
+    return Tokenizer(backend, begin, stop_token_ids or None, end)
 
 
 def _ids_of(backend: library.Tokenizer, names: list[str]) -> set[int]:
@@ -116,20 +115,6 @@ def complete(folder: Path, rows: int) -> Path:
     return cache_file
 
 
-def template(token: str, number: int) -> dict[str, Any]:
-    """Return the post-processor of a tokenizer.json that puts one token before every text."""
-    special, first, second = (
-        {"SpecialToken": {"id": token, "type_id": 0}},
-        *({"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB")),
-    )
-    return {
-        "type": "TemplateProcessing",
-        "single": [special, first],
-        "pair": [special, first, second],
-        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
-    }
-
-
 def _completed(described: dict[str, Any], special: SpecialTokens, rows: int) -> dict[str, Any] | None:
     """Return the content of a tokenizer.json with missing tokens added; None if no token is missing."""
     try:
@@ -152,7 +137,7 @@ def _converted(sources: list[Path], special: SpecialTokens, rows: int) -> dict[s
     begins, backend = special.settings.get("add_bos_token"), _made(described)
     begin = next(iter(special.begin_names), converted.begin) if begins else converted.begin
     if begins is not False and begin is not None and (number := backend.token_to_id(begin)) is not None:
-        described["post_processor"] = template(begin, number)
+        described["post_processor"] = post_processor.template(begin, number)
     conversion.verify(converted, Tokenizer(backend))
     return described
 

@@ -9,7 +9,7 @@ from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
-from jaxlm.families import tokens
+from jaxlm.families import post_processor, tokens
 from jaxlm.families.files import DTYPES, TOKENIZER
 from jaxlm.runs.folder import Run
 from jaxlm.runs.job_folder import write_files
@@ -116,6 +116,6 @@ def _own_tokenizer(text: ModelText, experiment: Experiment) -> dict[str, bytes]:
         name = tokenizer.name_of(separator)
         settings |= {"bos_token": name, "eos_token": name}
         generation |= {"bos_token_id": separator, "eos_token_id": separator}
-        described["post_processor"] = tokens.template(name, separator)
+        described["post_processor"] = post_processor.template(name, separator)
     contents = {TOKENIZER: described, "tokenizer_config.json": settings, "generation_config.json": generation}
     return {name: json.dumps(content, indent=2, ensure_ascii=False).encode() for name, content in contents.items()}

@@ -26,7 +26,7 @@ class EmbeddingsBody(RequestBody):
         str | list[str] | list[TokenId] | list[list[TokenId]],
         in_words("a text, a list of texts, a list of token ids, or a list of lists of token ids"),
     ]
-    """Texts, which begin as documents do, or token ids as they are."""
+    """Texts, which begin and end as the tokenizer has it, or token ids as they are."""
     encoding_format: Literal["float", "base64"] | None = None
     """Numbers, or the bytes of little-endian float32 in base64."""
     dimensions: neutral(why="a vector has the width of the model") = None
@@ -90,7 +90,7 @@ def _encoded(served: ServedModel, body: EmbeddingsBody) -> list[list[int]]:
     if not 1 <= len(texts) <= most:
         raise Refusal(f"input has {len(texts)} texts; give from 1 to {most}", param="input")
     model = served.service.engine.model
-    encoded = [served.tokenizer.encode_prompt(text) if isinstance(text, str) else text for text in texts]
+    encoded = [served.tokenizer.encode_whole(text) if isinstance(text, str) else text for text in texts]
     for place, prompt in enumerate(encoded):
         try:
             check_prompts(model, [prompt[: model.context_length]], 1)

@@ -7,10 +7,10 @@ import pytest
 import tokenizer_fixtures
 import vocabulary_fixtures as written
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
+from tokenizers import decoders, processors
 
 from jaxlm.core.errors import InputError
-from jaxlm.families import tokens
+from jaxlm.families import post_processor, tokens
 from jaxlm.families.vocabularies import sentencepiece, tekken, tiktoken
 
 TEXT = "Plain text, with digits 1234 and\n\n  blanks. <s>"
@@ -70,8 +70,50 @@ def test_the_post_processor_decides_what_begins_a_text(folder, flag):
     write(folder, tokenizer_config={"bos_token": "<|im_start|>", "add_bos_token": flag})
     assert load(folder).begin == ()
     content = json.loads((folder / "tokenizer.json").read_text())
-    write(folder, tokenizer={**content, "post_processor": tokens.template("<|im_start|>", 257)})
+    write(folder, tokenizer={**content, "post_processor": post_processor.template("<|im_start|>", 257)})
     assert load(folder).begin == (257,)
+
+
+def _template(single):
+    return processors.TemplateProcessing(
+        single=single,
+        pair=single.replace("$A", "$A $B"),
+        special_tokens=[("<|im_start|>", 257), ("<|im_end|>", 258), ("<|note|>", 259), ("<|endoftext|>", 256)],
+    )
+
+
+_END, _BEGIN = ("<|im_end|>", 258), ("<|im_start|>", 257)
+POST_PROCESSORS = {
+    "nothing": (processors.ByteLevel(), (), ()),
+    "an end": (_template("$A <|im_end|>"), (), (258,)),
+    "an end that files do not name": (_template("$A <|note|>"), (), (259,)),
+    "a beginning that also ends": (_template("<|endoftext|> $A"), (256,), ()),
+    "an end that also begins": (_template("$A <|endoftext|>"), (), (256,)),
+    "both": (_template("<|endoftext|> <|im_start|> $A <|note|> <|endoftext|>"), (256, 257), (259, 256)),
+    "BERT": (processors.BertProcessing(_END, _BEGIN), (257,), (258,)),
+    "RoBERTa": (processors.RobertaProcessing(_END, _BEGIN), (257,), (258,)),
+    "two steps": (processors.Sequence([processors.ByteLevel(), _template("$A <|im_end|>")]), (), (258,)),
+    "one around the other": (
+        processors.Sequence([_template("<|im_start|> $A"), _template("$A <|im_end|>")]),
+        (257,),
+        (258,),
+    ),
+}
+
+
+@pytest.mark.parametrize(("post_processor", "begin", "end"), POST_PROCESSORS.values(), ids=POST_PROCESSORS)
+@pytest.mark.parametrize("ends", [{}, {"config": {"eos_token_id": 256, "bos_token_id": 256}}])
+def test_what_ends_a_text_never_begins_one(folder, post_processor, begin, end, ends):
+    """Wherever files name an end or not, and where one token begins and ends texts, as of GPT-2."""
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = post_processor
+    backend.save(str(folder / "tokenizer.json"))
+    write(folder, **ends)
+    tokenizer = load(folder)
+    text = tokenizer.encode("a b")
+    assert (tokenizer.begin, tokenizer.end) == (begin, end)
+    assert tokenizer.encode_prompt("a b") == [*begin, *text]
+    assert tokenizer.encode_whole("a b") == [*begin, *text, *end] == backend.encode("a b").ids
 
 
 @pytest.mark.parametrize(("flag", "begin"), [(None, (1,)), (True, (1,)), (False, ())])

@@ -51,7 +51,7 @@ def test_the_first_blank_stays(tokenizer):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "llama2"], indirect=True)
 def test_a_character_is_shown_once_nothing_can_change_it(tokenizer):
-    """Of byte tokens that stand for pieces (Llama 2), one more could turn the run before it into U+FFFD."""
+    """One more byte token of Llama 2 could turn the run of them before it into U+FFFD."""
     ids = tokenizer.encode("the 😀")
     whole, rest = ("😀", "") if tokenizer.name_of(ids[-1]) == "Ģ" else ("", "😀")
     assert pieces(tokenizer, ids[:-4], ids[-4:]) == ["", "", "", whole, rest]

@@ -62,7 +62,7 @@ class WrittenEngine:
         id = len(self.asked)
         self.asked.append(request)
         tokens = list(self._following(request))
-        self._left[id] = iter(tokens), len(tokens), {*self._stop_token_ids, *(request.stop_token_ids or ())}
+        self._left[id] = iter(tokens), len(tokens), {*self._stop_token_ids, *request.stop_token_ids}
         return id
 
     def cancel(self, id):
@@ -81,4 +81,5 @@ class WrittenEngine:
                 end = "stop" if token in stop_token_ids else "length" if n == count else None
                 if end:
                     self.cancel(id)
-                yield Event(id, None if end == "stop" else Token(token), end)
+                has_ended = end == "stop"
+                yield Event(id, None if has_ended else Token(token), token if has_ended else None, end)

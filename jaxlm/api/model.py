@@ -181,7 +181,8 @@ class LoadedModel:
             generation_config.json of published weights, or 1 and every token.
           top_k: draws among the k likeliest.
           top_p: draws among the fewest that hold this much of the probability.
-          stop: strings that end a text before them.
+          stop: strings that end a text before them; the name of a control token ends it where the model writes the
+            token, which is no part of the text.
           seed: another seed draws other text. A continuation has random numbers of the seed, its prompt's place and its
             own among the samples, so that it does not depend on the others.
 
@@ -230,6 +231,7 @@ class LoadedModel:
     ) -> "list[Request]":
         """Return what `generate` asks for, for `complete`. Raises InputError as `jaxlm.inference.requests.sampled`."""
         from jaxlm.inference.requests import fitting_tokens, sampled
+        from jaxlm.inference.stop_strings import stops_that_are_tokens
 
         encoded, limits = [self.encode(prompt) for prompt in prompts], [max_tokens or 0] * len(prompts)
         chats = [_is_conversation(prompt) for prompt in prompts]
@@ -239,8 +241,11 @@ class LoadedModel:
                 for ids, chat in zip(encoded, chats, strict=True)
             ]
         requests = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
+        stops = stops_that_are_tokens(stop, self.tokenizer.controls) if self.tokenizer else frozenset()
         return [
-            request._replace(stop_token_ids=self.chat_template.stop_token_ids) if chats[row // num_samples] else request
+            request._replace(stop_token_ids=stops | self.chat_template.stop_token_ids, is_answer=True)
+            if chats[row // num_samples]
+            else request._replace(stop_token_ids=stops)
             for row, request in enumerate(requests)
         ]
 

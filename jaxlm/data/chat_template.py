@@ -92,22 +92,37 @@ class ChatTemplate:
         template.__dict__.pop("stop_token_ids", None)  # of the former variables
         return template
 
-    def encode(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        reply: bool,
+        tools: Sequence[Any] | None = None,
+        continues: bool = False,
+    ) -> list[int]:
         """Return the token ids of a conversation. Nothing is put before them: a template writes its own beginning.
 
         Args:
           messages: each with a `role` and its `content`, and what else the template knows.
           reply: whether the assistant's next message begins after them.
           tools: descriptions of functions, for a template that shows them.
+          continues: whether the conversation ends within its last message, behind the content, which then goes on.
 
-        Raises InputError where the template refuses the messages or fails.
+        Raises InputError where the template refuses the messages or fails, or does not show a content to continue.
         """
-        return self.tokenizer.encode_rendered(self._pieces(messages, reply, tools))
+        return self.tokenizer.encode_rendered(self._pieces(messages, reply, tools, continues))
 
-    def render(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        reply: bool,
+        tools: Sequence[Any] | None = None,
+        continues: bool = False,
+    ) -> str:
         """Return the text that `encode` encodes. Raises InputError as it does."""
         names = {token: name for name, token in self.tokenizer.controls.items()}
-        pieces = self._pieces(messages, reply, tools)
+        pieces = self._pieces(messages, reply, tools, continues)
         return "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
 
     @cached_property
@@ -128,12 +143,17 @@ class ChatTemplate:
                     return frozenset([following])
         return frozenset()
 
-    def _pieces(self, messages: Sequence[Message], reply: bool, tools: Sequence[Any] | None) -> Iterator[str | int]:
+    def _pieces(
+        self, messages: Sequence[Message], reply: bool, tools: Sequence[Any] | None, continues: bool = False
+    ) -> Iterator[str | int]:
         """Yield what the template writes: texts, and the ids of control tokens between them."""
         shown_messages = [with_arguments_as_tables(message) for message in messages]
         context = {"messages": shown_messages, "tools": list(tools) if tools else None}
-        used = set(json.dumps(context, ensure_ascii=False)) if self._control else set()
+        used = set(json.dumps(context, ensure_ascii=False))
         free = iter(character for character in _STAND_INS if character not in used)
+        end = next(free, "") if continues else ""
+        if continues:
+            context["messages"][-1:] = _ended_by(messages, end)
         stands_for: dict[str, str] = {}
 
         def hidden(match: re.Match[str]) -> str:
@@ -149,6 +169,8 @@ class ChatTemplate:
             text = self._template.render(**self.variables, **shown, add_generation_prompt=reply)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise InputError(f"{self.name} cannot show these messages: {_first_line(error)}") from None
+        if continues:
+            text = self._up_to(end, text)
         as_given = str.maketrans({stand_in: first for first, stand_in in stands_for.items()})
         at = 0
         for match in self._control.finditer(text) if self._control else ():
@@ -158,6 +180,13 @@ class ChatTemplate:
             at = match.end()
         if at < len(text):
             yield text[at:].translate(as_given)
+
+    def _up_to(self, end: str, text: str) -> str:
+        """Return the text before the mark `end`, without the blanks before it where the template drops such."""
+        at = text.rfind(end)
+        if at < 0:
+            raise InputError(f"{self.name} does not show the content of the last message, so that it cannot go on")
+        return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
 
     @cached_property
     def _control(self) -> re.Pattern[str] | None:
@@ -291,6 +320,15 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {name: _mapped(inner, change) for name, inner in value.items()}
     return [_mapped(inner, change) for inner in value] if isinstance(value, Sequence) else value
+
+
+def _ended_by(messages: Sequence[Message], end: str) -> list[Message]:
+    """Return the last message with a mark and a blank behind its content: the blank is gone where a template drops
+    blanks at the end of a content. Raises InputError for a message whose content cannot be continued."""
+    last = messages[-1] if messages else {}
+    if not end or not isinstance(content := last.get("content"), str) or last.get("tool_calls"):
+        raise InputError("the last message must have a text, and no calls, to be continued")
+    return [{**last, "content": f"{content}{end} "}]
 
 
 def _first_line(error: Exception) -> str:

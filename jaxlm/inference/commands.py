@@ -36,9 +36,8 @@ def decode_commands(message: str) -> list[EngineCommand]:
 
 def _described(request: Request) -> Any:
     """Return a request as JSON has it."""
-    stop_token_ids = None if request.stop_token_ids is None else sorted(request.stop_token_ids)
     described = request._asdict() | {"prompt": list(request.prompt), "stop": list(request.stop)}
-    return described | {"stop_token_ids": stop_token_ids, "sampling": request.sampling._asdict()}
+    return described | {"stop_token_ids": sorted(request.stop_token_ids), "sampling": request.sampling._asdict()}
 
 
 def _request(described: Any) -> Request:

@@ -68,7 +68,7 @@ class Completer:
             self._engine.finish(event.id)
             yield TextChunk(row, None, "", "stop")
         elif event.end:
-            rest = text and text.rest()
+            rest = text and text.rest(event.ended_by)
             stopped = text is not None and text.stopped  # by a stop string in what was held back
             yield TextChunk(row, None, rest, "stop" if stopped else event.end)
 

@@ -11,8 +11,10 @@ class ContinuationText:
     character, is held back."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request):
-        self._decoder = Detokenizer(tokenizer, request.prompt if request.stop_token_ids is None else [])
-        self._scanner = StopScanner(request.stop)
+        self._request = request
+        self._decoder = Detokenizer(tokenizer, [] if request.is_answer else request.prompt)
+        self._scanner = StopScanner(request.stop, tokenizer.controls if request.stop else {}, request.includes_stop)
+        self._count = 0  # of tokens
 
     @property
     def stopped(self) -> bool:
@@ -21,10 +23,16 @@ class ContinuationText:
 
     def add(self, token: int) -> str:
         """Return the text that a token adds."""
-        return self._scanner.add(self._decoder.add(token))
+        self._count += 1
+        return self._scanned(self._decoder.add(token) + self._scanner.mark(token))
 
-    def rest(self) -> str:
-        """Return what was held back, after the last token."""
+    def rest(self, ended_by: int | None = None) -> str:
+        """Return what was held back, after the last token. `ended_by`: the id that ended the continuation, if one did,
+        of which the request may want the text."""
         if self.stopped:
             return ""
-        return self._scanner.add(self._decoder.rest()) + self._scanner.rest()
+        text = self.add(ended_by) if ended_by is not None and self._request.includes_stop else ""
+        return text if self.stopped else text + self._scanned(self._decoder.rest()) + self._scanner.rest()
+
+    def _scanned(self, piece: str) -> str:
+        return self._scanner.add(piece, self._count <= self._request.min_tokens)

@@ -13,7 +13,7 @@ from jaxlm.inference.commands import EngineCommand, encode_commands
 from jaxlm.inference.generation import EndReason, Token
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.requests import Request, check_biases, check_prompts
+from jaxlm.inference.requests import Request, check_biases, check_prompts, check_stop_tokens
 from jaxlm.inference.runner import PendingStep, Runner, Scores
 from jaxlm.inference.sampling import NO_TOKEN, NotFinite
 from jaxlm.inference.scheduler import NeverFits, Scheduler
@@ -31,6 +31,7 @@ class Event(NamedTuple):
     Attributes:
       id: of the request.
       token: the token that was drawn; None where no token was drawn, or where the token's id ended the request.
+      ended_by: the id that ended the request, if one did.
       end: why the request ended; None while the request goes on.
       error: where `end` is "error": what happened to this request alone.
       hidden: float32 [D], the normalised residual that the token was drawn from, where the request asks for it.
@@ -41,6 +42,7 @@ class Event(NamedTuple):
 
     id: int
     token: Token | None = None
+    ended_by: int | None = None
     end: EndReason | None = None
     error: InputError | None = None
     hidden: np.ndarray | None = None
@@ -152,11 +154,13 @@ class Engine:
           seed: of the random numbers, of which the request takes its stream.
           salt: prefixes of prompts are shared under one salt alone.
 
-        Raises InputError as `check_prompts` and `check_biases` do, `scheduler.NeverFits` if it could not run alone, and
-        `scheduler.Full` if too many wait.
+        Raises InputError as `check_prompts`, `check_biases` and `check_stop_tokens` do, and where `min_tokens` bars
+        more ids than a row keeps; `scheduler.NeverFits` if it could not run alone, and `scheduler.Full` if too many
+        wait.
         """
         check_prompts(self.model, [request.prompt], request.max_tokens)
         check_biases(self.model, request.sampling)
+        check_stop_tokens(self.model, request.stop_token_ids)
         # Where rotary angles depend on the length of a sequence, keys are shared within one class of lengths.
         classes = np.array(angle_classes(self.model, request.most_tokens), np.int64)
         key_salt = classes.tobytes() + salt
@@ -220,10 +224,12 @@ class Engine:
                     events.append(Event(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
             for generation in self._scheduler.commit(done.plan, ids):
                 token = reading.tokens[generation.id]
+                has_ended = token.id in generation.stop_token_ids
                 events.append(
                     Event(
                         generation.id,
-                        None if token.id in generation.stop_token_ids else token,
+                        None if has_ended else token,
+                        token.id if has_ended else None,
                         generation.end,
                         hidden=reading.hidden.get(generation.id),
                         cached=generation.cached,

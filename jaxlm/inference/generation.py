@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from jaxlm.inference.pages import SequencePages
-from jaxlm.inference.requests import Request
+from jaxlm.inference.requests import BarredTokens, Request
 
 # "stop": one of its `stop_token_ids`, or `finish`; "length": its `max_tokens`; "error": it cannot go on.
 EndReason = Literal["stop", "length", "cancelled", "error"]
@@ -66,6 +66,13 @@ class Generation:
     def order(self) -> tuple[int, int]:
         """The place among all generations: a smaller one is served first."""
         return self.priority, self.id
+
+    @property
+    def barred(self) -> BarredTokens:
+        """The tokens that it may not draw yet: the ids that end it, before `Request.min_tokens`."""
+        if not self.request.min_tokens:
+            return BarredTokens()
+        return BarredTokens(self.stop_token_ids, self.prompt + self.request.min_tokens)
 
     @property
     def drawn(self) -> int:

@@ -12,6 +12,8 @@ _SMALLEST, _LARGEST = 1e-6, 1e6
 MAX_BIASES = 300  # token ids of one request, as many as OpenAI's API takes
 MAX_LOGPROBS = 20  # likeliest tokens beside the drawn one, as many as OpenAI's API gives
 
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # the numbers of 64 bits with a sign
+
 _PLACES = 1 << 16  # of prompts, and of samples: both are in the 32 bits of a stream
 
 # Writes an option's name as a message shows it before the value.
@@ -92,9 +94,11 @@ GREEDY = Sampling(temperature=0.0)
 class Request(NamedTuple):
     """A prompt of token ids to continue, by at most `max_tokens` and up to the first of the `stop` strings.
 
-    Where `stop_token_ids` is not None, the continuation is an answer: a text of its own, which these ids end beside the
-    tokenizer's. With `ignores_stop_tokens` the tokenizer's ids end no text. Random numbers are those of the seed's
-    `stream`, whatever other requests draw.
+    `stop_token_ids` end the continuation beside the tokenizer's, which end none with `ignores_stop_tokens`. Before
+    `min_tokens` tokens are drawn no id ends the continuation, because none of these is drawn, and no stop string does.
+    With `includes_stop` the text ends behind the stop string, or behind the text of the id, in place of before it. An
+    answer (`is_answer`) is a text of its own, which does not continue the prompt's last word. Random numbers are those
+    of the seed's `stream`, whatever other requests draw.
 
     A request asks for the log-probability of the token after each one of the prompt from the index `scores_from`
     on; after the last one that token is `following`, where it is given. `hidden` asks for the stream that each token is
@@ -106,8 +110,11 @@ class Request(NamedTuple):
     sampling: Sampling = Sampling()
     stop: Sequence[str] = ()
     stream: int = 0
-    stop_token_ids: Collection[int] | None = None
+    stop_token_ids: Collection[int] = ()
     ignores_stop_tokens: bool = False
+    min_tokens: int = 0
+    includes_stop: bool = False
+    is_answer: bool = False
     scores_from: int | None = None
     following: int | None = None
     hidden: bool = False
@@ -128,10 +135,17 @@ def fitting_tokens(model: ModelConfig, prompt_tokens: int, most: int) -> int:
     return min(most, max(max_new_tokens(model, prompt_tokens), 1))
 
 
+class BarredTokens(NamedTuple):
+    """Token ids that are not drawn at positions of a sequence before `until`."""
+
+    ids: frozenset[int] = frozenset()
+    until: int = 0
+
+
 def check_seed(seed: int, named: Named = _NAMED) -> None:
-    """Raise InputError for a seed that is no unsigned number of 32 bits."""
-    if not 0 <= seed < 2**32:
-        raise InputError(f"{named('seed')} {seed} must be from 0 to {2**32 - 1}")
+    """Raise InputError for a seed that is no signed number of 64 bits."""
+    if not MIN_SEED <= seed <= MAX_SEED:
+        raise InputError(f"{named('seed')} {seed} must be from {MIN_SEED} to {MAX_SEED}")
 
 
 def check_prompts(
@@ -168,6 +182,15 @@ def check_biases(model: ModelConfig, sampling: Sampling, named: Named = _NAMED) 
     if strange is not None:
         raise InputError(
             f"{named('logit_bias')} {{{strange}: …}}: the id is outside the vocabulary, 0 to {model.vocab_size - 1}"
+        )
+
+
+def check_stop_tokens(model: ModelConfig, ids: Collection[int], named: Named = _NAMED) -> None:
+    """Raise InputError for `stop_token_ids` outside the vocabulary."""
+    strange = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+    if strange is not None:
+        raise InputError(
+            f"{named('stop_token_ids')} [{strange}, …]: the id is outside the vocabulary, 0 to {model.vocab_size - 1}"
         )
 
 

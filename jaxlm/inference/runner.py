@@ -16,7 +16,7 @@ from jaxlm.inference.generation import Chunk, Token
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.programs import EnginePrograms, compiled_draw, compiled_gather, compiled_step
 from jaxlm.inference.ragged_step import Batch, StepResults
-from jaxlm.inference.requests import GREEDY, Sampling
+from jaxlm.inference.requests import GREEDY, BarredTokens, Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import ShardPlan, StepPlan
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting
@@ -36,6 +36,15 @@ class PendingStep:
     results: StepResults
     drawn: Drawn
     hidden_QD: jax.Array | None
+
+
+class SlotSampling(NamedTuple):
+    """How a slot draws: arguments of `row_sampling` for one row."""
+
+    sampling: Sampling
+    seed: int = 0
+    stream: int = 0
+    barred: BarredTokens = BarredTokens()
 
 
 class Reading(NamedTuple):
@@ -100,7 +109,7 @@ class Runner:
         with jax.set_mesh(mesh):
             self._pages = programs.pages(self.cache)()
         self._state = jax.device_put(programs.empty_state(), programs.by_shards)
-        self._how: dict[tuple[int, int], tuple[Sampling, int, int]] = {}  # how each slot of a shard draws
+        self._how: dict[tuple[int, int], SlotSampling] = {}  # of each slot of a shard
         valid_token_mask = np.ones(model.vocab_size, bool) if valid_token_mask is None else valid_token_mask
         self._valid_token_mask = jax.device_put(valid_token_mask, replicated(mesh))
         self._shapes = programs.shapes.all(), programs.shapes.all(scores=True)
@@ -131,7 +140,7 @@ class Runner:
                 compiling += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
             for each in compiling:
                 each.result()
-        self._set_slot((0, self._slots), GREEDY, 0, 0)
+        self._set_slot((0, self._slots), SlotSampling(GREEDY))
         self._count((0, self._slots), [], 0)
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
@@ -140,7 +149,8 @@ class Runner:
             for chunk, slot in zip(shard.chunks, shard.slots[len(shard.decode) :], strict=True):
                 if chunk.draws:
                     generation, request = chunk.generation, chunk.generation.request
-                    self._set_slot((index, slot), request.sampling, generation.seed, request.stream)
+                    how = SlotSampling(request.sampling, generation.seed, request.stream, generation.barred)
+                    self._set_slot((index, slot), how)
                     if request.sampling.counts_tokens:
                         self._count((index, slot), generation.tokens, generation.prompt)
         shape = self._shape(plan)
@@ -162,13 +172,14 @@ class Runner:
         )
         return results, drawn
 
-    def _set_slot(self, slot: tuple[int, int], sampling: Sampling, seed: int, stream: int) -> None:
+    def _set_slot(self, slot: tuple[int, int], how: SlotSampling) -> None:
         """Set how a slot of a shard draws, unless the slot draws so already."""
-        how = (sampling, seed, stream) if sampling.temperature else (sampling, 0, 0)
+        if not how.sampling.temperature:
+            how = how._replace(seed=0, stream=0)
         if self._how.get(slot) == how:
             return
         self._how[slot] = how
-        one = jax.tree.map(lambda x: x[0], row_sampling([sampling], seed, [stream]))
+        one = jax.tree.map(lambda x: x[0], row_sampling([how.sampling], how.seed, [how.stream], [how.barred]))
         self._state = self._state._replace(how=self._put_at(slot, self._state.how, one))
 
     def _count(self, slot: tuple[int, int], tokens: Sequence[int], prompt: int) -> None:

@@ -15,13 +15,14 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, Sampling
+from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, BarredTokens, Sampling
 from jaxlm.parallel.partition import constrain
 
 NO_TOKEN = -1  # drawn from logits that give no distribution
 _ALL = 2**31 - 1  # as top-k: more tokens than a vocabulary has; as a token id: none
 
 _FEW = 64  # the largest top-k that lax.top_k finds, faster than a search over all values
+_LOW = 2**32 - 1  # the lower half of 64 bits
 _PARTS = 32  # of a row, added to each other in one loop: a power of two
 _BLOCK = 512  # tokens of a block, among which a draw finds its block first
 
@@ -47,9 +48,10 @@ class RowSampling(NamedTuple):
       farthest: float32, −ln(min_p): how far below the largest a token's ln p may be; ∞ excludes nothing.
       repetition, presence, frequency: float32, the penalties; 1, 0 and 0 change nothing.
       biased: int32, token ids; those outside the vocabulary have no bias.
-      bias: float32, of these.
+      bias: float32, of these; −∞ bars a token at positions before `barred_until`, and is 0 from there on.
+      barred_until: int32, a position in the sequence.
       logprobs: int32, how many likeliest tokens' log-probabilities are asked for; −1 asks for none at all.
-      seed: uint32, of the row's random numbers.
+      seed, seed_high: uint32, the lower and the upper half of the seed of the row's random numbers.
       stream: uint32, apart for rows of equal seeds.
     """
 
@@ -62,8 +64,10 @@ class RowSampling(NamedTuple):
     frequency: jax.Array | np.ndarray
     biased: jax.Array | np.ndarray
     bias: jax.Array | np.ndarray
+    barred_until: jax.Array | np.ndarray
     logprobs: jax.Array | np.ndarray
     seed: jax.Array | np.ndarray
+    seed_high: jax.Array | np.ndarray
     stream: jax.Array | np.ndarray
 
 
@@ -86,19 +90,25 @@ class Drawn(NamedTuple):
 
 
 def row_sampling(
-    rows: Sequence[Sampling], seed: int | Sequence[int], streams: Sequence[int] | None = None
+    rows: Sequence[Sampling],
+    seed: int | Sequence[int],
+    streams: Sequence[int] | None = None,
+    barred: Sequence[BarredTokens] | None = None,
 ) -> RowSampling:
-    """Return the sampling of rows under one seed, or under a seed of each row; row i draws from stream i where no
-    streams are given."""
+    """Return the sampling of rows under one seed, or under a seed of each row, of 64 bits; row i draws from stream i
+    where no streams are given. A row's biases and barred tokens are at most `MAX_BIASES` together."""
 
     def floats(of: Callable[[Sampling], float]) -> np.ndarray:
         return np.array([of(how) for how in rows], np.float32)
 
     biased = np.full((len(rows), MAX_BIASES), _ALL, np.int32)
     bias = np.zeros((len(rows), MAX_BIASES), np.float32)
-    for row, how in enumerate(rows):
-        given = how.logit_bias or {}
-        biased[row, : len(given)], bias[row, : len(given)] = [*given], [*given.values()]
+    barred = [BarredTokens()] * len(rows) if barred is None else barred
+    for row, (how, bars) in enumerate(zip(rows, barred, strict=True)):
+        given = [*(how.logit_bias or {}).items(), *((token, -np.inf) for token in sorted(bars.ids))]
+        if given:
+            biased[row, : len(given)], bias[row, : len(given)] = zip(*given, strict=True)
+    seeds = [seed] * len(rows) if isinstance(seed, int) else seed
     return RowSampling(
         temperature=floats(lambda how: how.temperature),
         top_k=np.array([_ALL if how.top_k is None else min(how.top_k, _ALL) for how in rows], np.int32),
@@ -109,8 +119,10 @@ def row_sampling(
         frequency=floats(lambda how: how.frequency_penalty),
         biased=biased,
         bias=bias,
+        barred_until=np.array([bars.until for bars in barred], np.int32),
         logprobs=np.array([-1 if how.logprobs is None else how.logprobs for how in rows], np.int32),
-        seed=np.broadcast_to(np.asarray(seed, np.uint32), len(rows)),
+        seed=np.array([each & _LOW for each in seeds], np.uint32),
+        seed_high=np.array([each >> 32 & _LOW for each in seeds], np.uint32),
         stream=np.array(range(len(rows)) if streams is None else streams, np.uint32),
     )
 
@@ -151,12 +163,12 @@ def sample(
     """
     # Logits are gathered once, so that no branch exchanges anything: shards need not take the same branches.
     logits_RV = constrain(logits_RV, "batch", None)
-    changed_RV = adjusted(logits_RV, how, valid_V, counts)
+    changed_RV = adjusted(logits_RV, how, position_R, valid_V, counts)
     likeliest_R = jnp.argmax(changed_RV, axis=-1).astype(jnp.int32)
     is_drawn_R = how.temperature > 0.0
 
     def drawn() -> jax.Array:
-        bits_R = _bits(how.seed, how.stream, position_R)
+        bits_R = _bits(how, position_R)
         distance_RV, mass_RV = _distance_and_mass(changed_RV, how)
         filters = _Filters.of(how, changed_RV.shape[-1])
         # Each branch returns tokens, since a branch that returned its operand, the masses, would copy the masses.
@@ -175,10 +187,12 @@ def sample(
 def adjusted(
     logits_RV: jax.Array,
     how: RowSampling,
+    position_R: jax.Array,
     valid_V: jax.Array | None = None,
     counts: Callable[[], jax.Array] | None = None,
 ) -> jax.Array:
-    """Return logits after penalties and biases (`Sampling`), −∞ for ids without a token; arguments as of `sample`."""
+    """Return logits after penalties and biases (`Sampling`), −∞ for ids without a token and for those that are barred;
+    arguments as of `sample`."""
 
     def penalised() -> jax.Array:
         counts_RV = counts()
@@ -190,13 +204,15 @@ def adjusted(
 
     def biased() -> jax.Array:
         add = jax.vmap(lambda logits_V, ids, bias: logits_V.at[ids].add(bias, mode="drop"))
-        return add(changed_RV, how.biased, how.bias)
+        return add(changed_RV, how.biased, bias_RB)
 
     changed_RV = logits_RV
     if counts is not None:
         has_penalty_R = (how.repetition != 1.0) | (how.presence != 0.0) | (how.frequency != 0.0)
         changed_RV = _if_any(has_penalty_R, penalised, lambda: logits_RV)
-    changed_RV = _if_any(how.bias != 0.0, biased, lambda: changed_RV)
+    is_over_RB = (how.bias == -jnp.inf) & (position_R >= how.barred_until)[:, None]
+    bias_RB = jnp.where(is_over_RB, 0.0, how.bias)
+    changed_RV = _if_any(bias_RB != 0.0, biased, lambda: changed_RV)
     return changed_RV if valid_V is None else jnp.where(valid_V[None], changed_RV, -jnp.inf)
 
 
@@ -359,11 +375,10 @@ def _if_any(is_row_R: jax.Array, compute: Callable[[], Any], otherwise: Callable
     return jax.lax.cond(jnp.any(is_row_R), compute, otherwise)
 
 
-def _bits(seed_R: jax.Array, stream_R: jax.Array, position_R: jax.Array) -> jax.Array:
-    """Return 32 random bits of each row: Threefry-2x32 of the position under the key (seed, stream) (Salmon et al.,
-    "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
-    position_R = position_R.astype(jnp.uint32)
-    bits_R, _ = threefry2x32_p.bind(seed_R, stream_R, position_R, jnp.zeros_like(position_R))
+def _bits(how: RowSampling, position_R: jax.Array) -> jax.Array:
+    """Return 32 random bits of each row: Threefry-2x32 of the position and the seed's upper half under the key of its
+    lower half and the stream (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+    bits_R, _ = threefry2x32_p.bind(how.seed, how.stream, position_R.astype(jnp.uint32), how.seed_high)
     return bits_R
 
 

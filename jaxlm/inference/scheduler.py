@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from jaxlm.core.errors import InputError
 from jaxlm.inference.generation import Chunk, EndReason, Generation
 from jaxlm.inference.pages import Pages
-from jaxlm.inference.requests import Request
+from jaxlm.inference.requests import MAX_BIASES, Request
 from jaxlm.inference.shard import Admission, Shard
 
 
@@ -166,8 +166,14 @@ class Scheduler:
         Raises NeverFits if it could not run alone, and Full if too many wait.
         """
         prompt, longest = len(request.prompt), self._longest
+        stops = frozenset((*request.stop_token_ids, *(() if request.ignores_stop_tokens else stop_token_ids)))
         if not prompt or request.max_tokens < 1:
             raise InputError("a request has one token of prompt or more, and max_tokens of 1 or more")
+        if request.min_tokens and len(stops) + len(request.sampling.logit_bias or ()) > MAX_BIASES:
+            raise InputError(
+                f"min_tokens = {request.min_tokens} with {len(stops)} ids that end a text and "
+                f"{len(request.sampling.logit_bias or ())} biases: together they may be {MAX_BIASES}"
+            )
         needs = request.most_tokens
         if needs > longest:
             size = self._shards[0].pages.size
@@ -187,9 +193,7 @@ class Scheduler:
             request=request,
             tokens=list(request.prompt),
             prompt=prompt,
-            stop_token_ids=frozenset(
-                (*(request.stop_token_ids or ()), *(() if request.ignores_stop_tokens else stop_token_ids))
-            ),
+            stop_token_ids=stops,
             priority=priority,
             seed=seed,
             salt=salt,

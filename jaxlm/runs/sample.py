@@ -28,7 +28,9 @@ def sample(experiment: Experiment, dataset: Dataset, parameters: Tree, mesh: "Me
     model, tokenizer = experiment.model, dataset.tokenizer
     prompt, stop_token_ids = _prompt(dataset, most=math.ceil(model.context_length / 2))
     tokens = min(experiment.records.sample_tokens, max_new_tokens(model, len(prompt)))
-    request = Request(prompt, tokens, _SAMPLING, stop_token_ids=stop_token_ids)
+    request = Request(
+        prompt, tokens, _SAMPLING, stop_token_ids=stop_token_ids or (), is_answer=stop_token_ids is not None
+    )
     engine = Engine(
         model,
         cast(parameters, jnp.dtype(experiment.execution.dtype)),

@@ -15,11 +15,19 @@ from jaxlm.server.answers.call_formats import FORMATS
 from jaxlm.server.answers.calls import CalledFunction
 from jaxlm.server.answers.text import with_controls
 from jaxlm.server.events import Streamed
-from jaxlm.server.messages import MessageBody, ToolBody, encoded, prompt_end, template_of
+from jaxlm.server.messages import (
+    ConversationBody,
+    MessageBody,
+    ToolBody,
+    continued_text,
+    encoded,
+    prompt_end,
+    template_of,
+)
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import DrawingBody, RequestBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.texts import AnswerOptions, CompletionRequest, CompletionStream, TextDelta, Usage
+from jaxlm.server.texts import AnswerOptions, CompletionRequest, CompletionStream, TextDelta, Usage, truncated
 
 _OLD = "tools and tool_choice say the same"
 _NO_AUDIO = "the models here read and write text"
@@ -38,7 +46,7 @@ class ToolChoice(RequestBody):
     function: FunctionName
 
 
-class ChatBody(DrawingBody):
+class ChatBody(DrawingBody, ConversationBody):
     """A request for answers to a conversation."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
@@ -87,6 +95,19 @@ class ChatBody(DrawingBody):
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
             raise Refusal(f"tool_choice: no function {choice.function.name!r} is in tools", param="tool_choice")
         return [] if choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer begins with a call. Raises Refusal where it has begun already."""
+        must_call = self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+        if must_call and not self.ending["reply"]:
+            raise Refusal("tool_choice begins an answer; leave it out to go on with a message", param="tool_choice")
+        return must_call
+
+    @property
+    def role(self) -> str:
+        """The role of the answer."""
+        return "assistant" if self.ending["reply"] else self.messages[-1].role
 
     @property
     def most_tokens(self) -> int | None:
@@ -140,7 +161,10 @@ class ToolCall(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    role: Literal["assistant"]
+    """An answer. Its role is the assistant's, or that of the final message where no message of the assistant's was
+    begun behind it."""
+
+    role: str
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
@@ -166,7 +190,7 @@ class ChatAnswer(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    role: NotRequired[Literal["assistant"]]
+    role: NotRequired[str]
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
@@ -197,9 +221,9 @@ async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> Ch
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
     if body.stream:
         texts.begin()
-        return Streamed(texts, _chunks(served, texts, head, includes_usage))
+        return Streamed(texts, _chunks(served, texts, body.role, head, includes_usage))
     async with texts:
-        return await _whole(served, texts, head)
+        return await _whole(served, texts, body.role, head)
 
 
 def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStream:
@@ -213,20 +237,24 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStr
             param="tools",
             code="unsupported_parameter",
         )
-    prompt, answer = encoded(template, body.messages, tools), None
+    prompt, answer = encoded(template, body.messages, tools, **body.ending), None
     if form:
         answer = AnswerOptions(form, schemas, body.parallel_tool_calls is not False, prompt_end(served, prompt))
-        if body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice):
+        if body.continue_final_message:
+            before, begun = continued_text(template, body.messages, tools)
+            answer = answer._replace(prompt_end=before, continued=begun)
+        if body.must_call:
             chosen = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
             begun = form.opening(chosen, answer.prompt_end)
             answer, prompt = answer._replace(begun=begun), [*prompt, *with_controls(served.tokenizer, begun)]
+    prompt = truncated(served, prompt, body.truncate_prompt_tokens, body.most_tokens)
     if not body.ignore_eos:
         options["stop_token_ids"] = (*options["stop_token_ids"], *template.stop_token_ids)
     completion = CompletionRequest([prompt], body.most_tokens, sampling, is_answer=True, answer=answer, **options)
     return CompletionStream(served, caller, completion)
 
 
-async def _whole(served: ServedModel, texts: CompletionStream, head: dict[str, Any]) -> ChatAnswer:
+async def _whole(served: ServedModel, texts: CompletionStream, role: str, head: dict[str, Any]) -> ChatAnswer:
     pieces: list[list[TextDelta]] = [[] for _ in range(texts.count)]
     async for delta in texts.deltas():
         pieces[delta.index].append(delta)
@@ -234,7 +262,7 @@ async def _whole(served: ServedModel, texts: CompletionStream, head: dict[str, A
     choices: list[Any] = [
         {
             "index": index,
-            "message": _message(deltas),
+            "message": _message(role, deltas),
             "logprobs": _logprobs(served, [delta.token for delta in deltas if delta.token]) if has_logprobs else None,
             "finish_reason": deltas[-1].finish_reason,
         }
@@ -243,9 +271,9 @@ async def _whole(served: ServedModel, texts: CompletionStream, head: dict[str, A
     return {**head, "object": "chat.completion", "choices": choices, "usage": texts.usage}  # type: ignore[typeddict-item]
 
 
-def _message(deltas: list[TextDelta]) -> AssistantMessage:
+def _message(role: str, deltas: list[TextDelta]) -> AssistantMessage:
     text, calls = "".join(delta.text for delta in deltas), [call for delta in deltas for call in delta.calls]
-    message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
+    message: AssistantMessage = {"role": role, "content": text, "refusal": None}
     if thought := "".join(delta.thought for delta in deltas):
         message["reasoning_content"] = thought
     if calls:
@@ -258,7 +286,7 @@ def _call(call: CalledFunction) -> ToolCall:
 
 
 async def _chunks(
-    served: ServedModel, texts: CompletionStream, head: dict[str, Any], includes_usage: bool
+    served: ServedModel, texts: CompletionStream, role: str, head: dict[str, Any], includes_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     usage = {"usage": None} if includes_usage else {}
     has_logprobs = texts.completion.sampling.logprobs is not None
@@ -268,7 +296,7 @@ async def _chunks(
         return {**head, "object": "chat.completion.chunk", "choices": [choice], **usage}
 
     for index in range(texts.count):
-        yield chunk(index, {"role": "assistant", "content": ""}, None, None)
+        yield chunk(index, {"role": role, "content": ""}, None, None)
     called = [0] * texts.count
     async for index, text, token, finish_reason, thought, calls in texts.deltas():
         logprobs = _logprobs(served, [token]) if has_logprobs and token else None

@@ -16,7 +16,7 @@ from jaxlm.server.events import Streamed
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import DrawingBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.texts import CompletionRequest, CompletionStream, TextDelta, Usage
+from jaxlm.server.texts import CompletionRequest, CompletionStream, TextDelta, Usage, truncated
 
 _MAX_TOKENS = 16  # as OpenAI's API has it
 
@@ -95,12 +95,19 @@ def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[C
     if prompts and isinstance(prompts[0], int):
         prompts = [prompts]
     tokenizer = served.tokenizer
-    encoded = [tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    if not encoded:
+    whole = [tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    if not whole:
         raise Refusal("prompt = [] holds nothing to go on with; give a text", param="prompt")
+    encoded = [
+        truncated(served, ids, body.truncate_prompt_tokens, max_tokens, tokenizer.begin * isinstance(prompt, str))
+        for prompt, ids in zip(prompts, whole, strict=True)
+    ]
     echoed = []
     if body.echo:
-        echoed = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+        echoed = [
+            prompt if isinstance(prompt, str) and len(ids) == len(before) else tokenizer.decode(ids)
+            for prompt, before, ids in zip(prompts, whole, encoded, strict=True)
+        ]
     sampling = body.sampling(served.sampling, body.logprobs)
     scores = bool(body.echo) and body.logprobs is not None
     completion = CompletionRequest(encoded, max_tokens, sampling, scores=scores, **drawing(body))

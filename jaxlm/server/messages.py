@@ -1,5 +1,6 @@
 """Messages of a conversation, and the tools that they may call, as chat templates read them."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -8,7 +9,7 @@ from pydantic import Field
 
 from jaxlm.core.errors import InputError
 from jaxlm.data.chat_template import ChatTemplate
-from jaxlm.server.refusals import Refusal
+from jaxlm.server.refusals import Refusal, refusing
 from jaxlm.server.schema import RequestBody, in_words, neutral
 from jaxlm.server.served import ServedModel
 
@@ -81,6 +82,26 @@ class MessageBody(RequestBody):
     function_call: neutral(why="tool_calls say the same") = None
 
 
+class ConversationBody(RequestBody):
+    """Where a conversation ends for the model."""
+
+    add_generation_prompt: bool | None = None
+    """Begin a message of the assistant's behind the conversation (true, unless the final message is continued)."""
+    continue_final_message: bool | None = None
+    """End within the final message, behind its content, which the model then continues (false)."""
+
+    @property
+    def ending(self) -> dict[str, bool]:
+        """The arguments of `ChatTemplate.encode` for it. Raises Refusal where two are asked for."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise Refusal(
+                "continue_final_message and add_generation_prompt exclude each other; give one of them",
+                param="continue_final_message",
+            )
+        continues = bool(self.continue_final_message)
+        return {"reply": not continues and self.add_generation_prompt is not False, "continues": continues}
+
+
 def template_of(
     served: ServedModel, kwargs: Mapping[str, Any] | None = None, effort: str | None = None
 ) -> ChatTemplate:
@@ -100,16 +121,41 @@ def template_of(
         raise Refusal(str(error), param="chat_template_kwargs") from None
 
 
-def encoded(template: ChatTemplate, messages: list[MessageBody], tools: Sequence[ToolBody] = ()) -> list[int]:
-    """Return the token ids of a conversation, up to where the answer begins. Raises Refusal where the template refuses
-    it."""
+def encoded(
+    template: ChatTemplate,
+    messages: list[MessageBody],
+    tools: Sequence[ToolBody] = (),
+    *,
+    reply: bool = True,
+    continues: bool = False,
+) -> list[int]:
+    """Return the token ids of a conversation, by default up to where the answer begins (`ChatTemplate.encode`). Raises
+    Refusal where the template refuses it."""
     shown = [tool.model_dump(exclude_none=True) for tool in tools]
-    try:
+    with refusing("messages"):
         return template.encode(
-            [_shown(message, template.source) for message in messages], reply=True, tools=shown or None
+            [_shown(message, template.source) for message in messages],
+            reply=reply,
+            tools=shown or None,
+            continues=continues,
         )
-    except InputError as error:
-        raise Refusal(str(error), param="messages") from None
+
+
+def continued_text(
+    template: ChatTemplate, messages: list[MessageBody], tools: Sequence[ToolBody] = ()
+) -> tuple[str, str]:
+    """Return the end of the conversation before an answer that is its final message, and the answer so far, both with
+    the names of control tokens, as the template shows them."""
+    shown = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    *before, last = [_shown(message, template.source) for message in messages]
+    with refusing("messages"):
+        whole = template.render([*before, last], reply=False, tools=shown, continues=True)
+    try:
+        begun = template.render(before, reply=True, tools=shown)
+    except InputError:  # a template may want a message
+        return "", last["content"]
+    at = len(os.path.commonprefix([begun, whole]))
+    return whole[:at], whole[at:]
 
 
 def prompt_end(served: ServedModel, prompt: Sequence[int]) -> str:

@@ -1,5 +1,8 @@
 """Refusals of requests, as clients of OpenAI's API read them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
@@ -52,6 +55,15 @@ class Refusal(Exception):
     def response(self) -> JSONResponse:
         """Return the answer."""
         return JSONResponse(self.body, self.status, self.headers)
+
+
+@contextmanager
+def refusing(param: str, where: str = "") -> Iterator[None]:
+    """Raise Refusal in place of InputError, for a parameter; `where` stands before the message."""
+    try:
+        yield
+    except InputError as error:
+        raise Refusal(f"{where}{error}", param=param) from None
 
 
 def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal | None:

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from jaxlm.server.events import Streamed
 from jaxlm.server.messages import MessageBody, TextPart, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
-from jaxlm.server.schema import RequestBody, SamplingBody, in_words, neutral
+from jaxlm.server.schema import RequestBody, Salt, SamplingBody, Seed, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
 from jaxlm.server.texts import AnswerOptions, CompletionRequest, CompletionStream
 
@@ -71,9 +71,9 @@ class ResponsesBody(SamplingBody):
     """A system message before it."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """The most tokens of the answer; what the context leaves where it is not given."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    seed: Seed | None = None
     """Of the random numbers."""
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
     text: TextOptions | None = None
     """Options of the text."""

@@ -14,12 +14,15 @@ from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.requests import Sampling
+from jaxlm.inference.requests import MAX_SEED, MIN_SEED, Sampling
 from jaxlm.server.refusals import Refusal
 
 Body = TypeVar("Body", bound="RequestBody")
 
 _MEMBER = re.compile(r"str|list\[.*\]")  # of a union, in the place of an error
+
+Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
+Salt = Annotated[str, Field(min_length=1)]  # an empty one would be none
 
 MAX_STOPS = 16  # stop strings of a request
 MAX_CHOICES = 128  # continuations of a prompt, as many as OpenAI's API gives
@@ -140,21 +143,29 @@ class DrawingBody(SamplingBody):
     """What is added to the logits of token ids."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Continuations of each prompt."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    seed: Seed | None = None
     """Of the random numbers: the same request has the same answer, whatever is served beside it. Without it each
     prompt has another."""
     stop: Annotated[
         str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None,
         in_words(f"a text, or a list of at most {MAX_STOPS} texts"),
     ] = None
-    """The text ends before the first of these."""
+    """The text ends before the first of these; the name of a control token ends it where the model writes the token,
+    which is no part of the text."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1024)] | None = None
     """Ids that end the text too."""
     ignore_eos: bool | None = None
     """The model's own ids end no text: it has `max_tokens` tokens, but for `stop` and `stop_token_ids`."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """So many tokens are drawn before the text may end by `stop`, `stop_token_ids` or the model's own ids (0)."""
+    include_stop_str_in_output: bool | None = None
+    """The text ends with the stop string that ended it, or with the text of the id that did."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Keep the last so many tokens of a longer prompt, behind the ids that begin a document; -1 keeps as many as leave
+    room for what is asked for."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Texts of a smaller priority are drawn sooner; other texts wait, or begin again later (0)."""
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
 
     @property
@@ -174,6 +185,8 @@ def drawing(body: DrawingBody) -> dict[str, Any]:
         "stop": body.stops,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "ignores_stop_tokens": bool(body.ignore_eos),
+        "min_tokens": body.min_tokens or 0,
+        "includes_stop": bool(body.include_stop_str_in_output),
         "priority": body.priority or 0,
         "salt": body.cache_salt,
     }

@@ -10,18 +10,18 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import TypedDict
 
-from jaxlm.core.errors import InputError
 from jaxlm.inference.continuation import ContinuationText
 from jaxlm.inference.engine import Event
 from jaxlm.inference.generation import Token
-from jaxlm.inference.requests import Request, Sampling, check_biases, check_prompts
+from jaxlm.inference.requests import Request, Sampling, check_biases, check_prompts, check_stop_tokens
 from jaxlm.inference.runner import Scores
 from jaxlm.inference.service import EventStream
+from jaxlm.inference.stop_strings import stops_that_are_tokens
 from jaxlm.server.answers.answer_formats import AnswerFormat
 from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.calls import CalledFunction
 from jaxlm.server.answers.text import AnswerText
-from jaxlm.server.refusals import Refusal
+from jaxlm.server.refusals import Refusal, refusing
 from jaxlm.server.served import Caller, ServedModel
 
 
@@ -51,6 +51,7 @@ class AnswerOptions(NamedTuple):
       parallel: whether one answer may have several calls.
       prompt_end: the end of the conversation as it is shown, with control tokens.
       begun: what the answer begins with, as the end of the prompt.
+      continued: the beginning of the answer, which was given, and is no part of what is answered.
     """
 
     form: AnswerFormat
@@ -58,6 +59,7 @@ class AnswerOptions(NamedTuple):
     parallel: bool = True
     prompt_end: str = ""
     begun: str = ""
+    continued: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ class CompletionRequest:
       max_tokens: the most tokens to follow each prompt; None is what the context leaves, and 0 draws none.
       n: continuations of each prompt.
       seed: of the random numbers of each prompt; None draws a seed for each prompt.
-      stop_token_ids: ids that end a text beside the tokenizer's.
-      ignores_stop_tokens: whether the tokenizer's ids end no text.
+      stop, stop_token_ids, ignores_stop_tokens, min_tokens, includes_stop: as `Request` has them.
       priority: smaller is sooner.
       salt: divides what is found in the cache beside the caller's.
       is_answer: whether a continuation is a text of its own, which does not continue the prompt's last word.
@@ -85,6 +86,8 @@ class CompletionRequest:
     stop: Sequence[str] = ()
     stop_token_ids: Collection[int] = ()
     ignores_stop_tokens: bool = False
+    min_tokens: int = 0
+    includes_stop: bool = False
     priority: int = 0
     salt: str | None = None
     is_answer: bool = False
@@ -122,16 +125,23 @@ class CompletionStream:
         engine, count = served.service.engine, len(completion.prompts) * completion.n
         if count > engine.settings.max_queued:
             raise Refusal(f"{count} texts are more than the queue takes, {engine.settings.max_queued}; ask for fewer")
-        try:
+        stops = {*completion.stop_token_ids, *stops_that_are_tokens(completion.stop, served.tokenizer.controls)}
+        with refusing("logit_bias"):
             check_biases(engine.model, completion.sampling)
-        except InputError as error:
-            raise Refusal(str(error), param="logit_bias") from None
+        with refusing("stop_token_ids"):
+            check_stop_tokens(engine.model, completion.stop_token_ids)
         limits = [
             served.room(len(prompt)) if completion.max_tokens is None else completion.max_tokens
             for prompt in completion.prompts
         ]
         for place, prompt in enumerate(completion.prompts):
-            _check(served, prompt, limits[place], "" if len(completion.prompts) == 1 else f"prompt {place}: ")
+            where = "" if len(completion.prompts) == 1 else f"prompt {place}: "
+            _check(served, prompt, limits[place], where)
+            if completion.min_tokens > limits[place]:
+                raise Refusal(
+                    f"{where}min_tokens = {completion.min_tokens} exceeds the {limits[place]} tokens that may follow",
+                    param="min_tokens",
+                )
         scores_from = 0 if completion.scores else None
         self._requests = [
             Request(
@@ -140,8 +150,11 @@ class CompletionStream:
                 completion.sampling,
                 completion.stop,
                 sample,
-                frozenset(completion.stop_token_ids),
+                stops,
                 completion.ignores_stop_tokens,
+                completion.min_tokens,
+                completion.includes_stop,
+                completion.is_answer,
                 scores_from=scores_from,
             )
             for prompt, limit in zip(completion.prompts, limits, strict=True)
@@ -150,7 +163,7 @@ class CompletionStream:
         self._seeds = [
             seed
             for seed in [
-                secrets.randbits(32) if completion.seed is None else completion.seed for _ in completion.prompts
+                secrets.randbits(63) if completion.seed is None else completion.seed for _ in completion.prompts
             ]
             for _ in range(completion.n)
         ]
@@ -231,7 +244,7 @@ class CompletionStream:
             token = event.token
             piece = text.add(token.id)
         if end and not text.stopped:
-            piece += text.rest()
+            piece += text.rest(event.ended_by)
         thought, calls = text.taken() if isinstance(text, AnswerText) else ("", ())
         if isinstance(text, AnswerText) and token is not None:
             self._reasoning_tokens += text.is_inside
@@ -247,12 +260,33 @@ class CompletionStream:
 
 def _text_of(served: ServedModel, request: Request, completion: CompletionRequest) -> ContinuationText | AnswerText:
     if completion.answer:
-        form, schemas, _, prompt_end, begun = completion.answer
-        return AnswerText(served.tokenizer, request, form, schemas, prompt_end, begun)
-    # A request with stop tokens may still be no answer.
-    return ContinuationText(
-        served.tokenizer, request if completion.is_answer else request._replace(stop_token_ids=None)
-    )
+        form, schemas, _, prompt_end, begun, continued = completion.answer
+        return AnswerText(served.tokenizer, request, form, schemas, prompt_end, begun, continued)
+    return ContinuationText(served.tokenizer, request)
+
+
+def truncated(
+    served: ServedModel, prompt: list[int], most: int | None, max_tokens: int | None, begin: Sequence[int] = ()
+) -> list[int]:
+    """Return the last `most` tokens of a prompt: -1 is as many as leave room for `max_tokens`, or for one where that is
+    None; with None the prompt stays whole.
+
+    `begin`: ids at the beginning of the prompt that stay there. Raises Refusal for more tokens than there is room for.
+    """
+    if most is None:
+        return prompt
+    room = served.longest - max(max_tokens or 1, 1) + 1
+    if most == 0 or most > room:
+        raise Refusal(
+            f"truncate_prompt_tokens = {most} must be from 1 to {room}, the tokens that leave room for an answer, or "
+            "-1 for as many as do",
+            param="truncate_prompt_tokens",
+        )
+    most = room if most < 0 else most
+    if len(prompt) <= most or room < 1:  # without any room it is refused as it is
+        return prompt
+    kept = list(begin) if len(begin) < most and prompt[: len(begin)] == list(begin) else []
+    return [*kept, *prompt[len(prompt) - most + len(kept) :]]
 
 
 class _PromptScores:
@@ -276,11 +310,9 @@ class _PromptScores:
 
 def _check(served: ServedModel, prompt: Sequence[int], max_tokens: int, where: str) -> None:
     model = served.service.engine.model
-    try:
-        if len(prompt) <= model.context_length:  # a longer one is refused below
+    if len(prompt) <= model.context_length:  # a longer one is refused below
+        with refusing("prompt", where):
             check_prompts(model, [prompt], 1)
-    except InputError as error:
-        raise Refusal(f"{where}{error}", param="prompt") from None
     needs = len(prompt) + max(max_tokens, 1) - 1
     if needs > served.longest:
         raise Refusal(

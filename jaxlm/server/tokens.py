@@ -6,34 +6,40 @@ from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from jaxlm.server.messages import MessageBody, encoded, template_of
+from jaxlm.server.messages import ConversationBody, MessageBody, ToolBody, encoded, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import RequestBody
 from jaxlm.server.served import Caller, ServedModel
 
 
-class TokenizeBody(RequestBody):
+class TokenizeBody(ConversationBody):
     """A request for the token ids of a text, or of a conversation."""
 
     model: str | None = None
     """The model's name, as /v1/models gives it."""
     prompt: str | None = None
     """A text."""
-    messages: list[MessageBody] | None = None
-    """A conversation, as the chat template shows it up to where the answer begins."""
+    messages: Annotated[list[MessageBody], Field(min_length=1)] | None = None
+    """A conversation, as the chat template shows it."""
+    tools: list[ToolBody] | None = None
+    """Functions that the chat template shows."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables that the chat template reads, such as `enable_thinking`."""
     add_special_tokens: bool | None = None
-    """Begin a text with the ids that begin a document (true). If false, the name of a control token alone is its id, as
-    clients look it up; in a longer text it stays text."""
+    """Begin with the ids that begin a document: true for a text, and false for a conversation, whose template begins
+    as it does. If false, the name of a control token alone is its id, as clients look it up; in a longer text it stays
+    text."""
+    return_token_strs: bool | None = None
+    """Give the tokens as the vocabulary spells them too."""
 
 
 class TokenizeAnswer(TypedDict):
-    """Token ids, their number, and the most that a text may have."""
+    """Token ids, their number, the most that a text may have, and the tokens as the vocabulary spells them."""
 
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None
 
 
 class DetokenizeBody(RequestBody):
@@ -55,14 +61,15 @@ async def tokenize(served: ServedModel, caller: Caller, body: TokenizeBody) -> T
     """Answer with the token ids of a text."""
     if (body.prompt is None) == (body.messages is None):
         raise Refusal("give one of prompt and messages", param="prompt")
-    if body.messages is None and body.chat_template_kwargs:
-        raise Refusal("chat_template_kwargs are those of messages", param="chat_template_kwargs")
-    if body.messages is not None and body.add_special_tokens is not None:
-        raise Refusal("add_special_tokens is of a prompt: a template begins as it does", param="add_special_tokens")
+    for name in ("chat_template_kwargs", "tools", "add_generation_prompt", "continue_final_message"):
+        if body.messages is None and getattr(body, name) is not None:
+            raise Refusal(f"{name} is of messages, which are not given; leave it out", param=name)
 
     def ids() -> list[int]:
         if body.messages is not None:
-            return encoded(template_of(served, body.chat_template_kwargs), body.messages)
+            begin = served.tokenizer.begin if body.add_special_tokens else ()
+            template = template_of(served, body.chat_template_kwargs)
+            return [*begin, *encoded(template, body.messages, body.tools or [], **body.ending)]
         begins = body.add_special_tokens is not False
         text = body.prompt or ""
         if not begins and text in served.tokenizer.controls:
@@ -70,7 +77,8 @@ async def tokenize(served: ServedModel, caller: Caller, body: TokenizeBody) -> T
         return served.tokenizer.encode_prompt(text) if begins else served.tokenizer.encode(text)
 
     tokens = await to_thread.run_sync(ids)
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.longest}
+    names = [served.tokenizer.name_of(token) for token in tokens] if body.return_token_strs else None
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.longest, "token_strs": names}
 
 
 async def detokenize(served: ServedModel, caller: Caller, body: DetokenizeBody) -> DetokenizeAnswer:

@@ -7,7 +7,7 @@ from matrices import sampled
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference import sampling
-from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, Sampling
+from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, BarredTokens, Sampling
 from jaxlm.inference.sampling import NO_TOKEN, adjusted, count_drawn, row_sampling, token_counts
 
 PROBABILITIES = np.array([0.5, 0.3, 0.15, 0.05])
@@ -263,7 +263,7 @@ def test_penalties_and_biases_change_logits_as_they_should(how, expected):
     logits = jnp.array([[2.0, 2.0, -2.0, 3.0, 2.5]] * 2)
     counts = counts_of([[0, 3]] * 2, [[1, 2, 2, 3]] * 2, 5)
     found = jax.jit(lambda *rows: adjusted(*rows, None, lambda: counts))(
-        logits, row_sampling([how, Sampling()], seed=0)
+        logits, row_sampling([how, Sampling()], seed=0), jnp.zeros(2, jnp.int32)
     )
     np.testing.assert_allclose(found[0], expected, rtol=1e-6)
     np.testing.assert_array_equal(found[1], logits[1])
@@ -289,6 +289,20 @@ def test_penalties_and_biases_change_logits_as_they_should(how, expected):
 def test_each_option_changes_what_is_drawn(how, tokens):
     """Token 0 was drawn twice, tokens 1 and 2 are in the prompt."""
     assert set(draw(LOGITS, how, counts=counts_of([[1, 2]], [[0, 0]], 4))) == tokens
+
+
+def test_barred_tokens_are_drawn_from_their_position_on():
+    """A bias of such a token stays, and other rows keep their logits to the bit."""
+    options = [Sampling(0.0, logit_bias={0: 0.5}), Sampling(0.0), Sampling(0.0)]
+    how = row_sampling(options, 0, barred=[BarredTokens(frozenset([0, 1]), 7), BarredTokens(), BarredTokens()])
+    logits = jnp.tile(LOGITS, (3, 1))
+    for position, tokens in ((6, [2, 0, 0]), (7, [0, 0, 0])):
+        at = jnp.full(3, position, jnp.int32)
+        changed = adjusted(logits, how, at)
+        assert sample(logits, how, at).token.tolist() == tokens
+        np.testing.assert_array_equal(changed[1:], logits[1:])
+        assert np.isneginf(changed[0]).tolist() == [position < 7] * 2 + [False] * 2
+    np.testing.assert_array_equal(changed[0], logits[0].at[0].add(0.5))
 
 
 MIXED = [
@@ -328,7 +342,7 @@ def test_a_row_is_sampled_as_if_alone(size, batches):
     @jax.jit
     def both(logits, how, position, counts):
         drawn = sampling.sample(logits, how, position, valid, lambda: counts)
-        return *drawn, sampling.filtered(adjusted(logits, how, valid, lambda: counts), how)
+        return *drawn, sampling.filtered(adjusted(logits, how, position, valid, lambda: counts), how)
 
     def run(first, last):
         here = slice(first, last)
@@ -351,6 +365,8 @@ def test_seed_stream_and_position_each_draw_other_tokens():
     assert first == drawn() and len(set(first)) > ROWS // 2
     for another in (other, drawn(streams=range(ROWS, 2 * ROWS)), drawn(position=1)):
         assert sum(a == b for a, b in zip(first, another, strict=True)) < 10  # one is expected by chance
+    for seed in (2**32, -1, 2**63 - 1, -(2**63)):  # those with equal lower halves are others too
+        assert sum(a == b for a, b in zip(drawn(seed=seed % 2**32), drawn(seed=seed), strict=True)) < 10
     mixed = drawn(seed=[0, 1] * (ROWS // 2))
     assert mixed[::2] == first[::2] and mixed[1::2] == other[1::2]
 

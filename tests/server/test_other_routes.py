@@ -66,7 +66,12 @@ def test_tokens_and_texts(server):
     ids = served.tokenizer.encode("Hello 😀")
     for prefix in ("", "/v1"):
         answer = httpx.post(f"{url}{prefix}/tokenize", json={"prompt": "Hello 😀"}).json()
-        assert answer == {"tokens": [256, *ids], "count": len(ids) + 1, "max_model_len": served.longest}
+        assert answer == {
+            "tokens": [256, *ids],
+            "count": len(ids) + 1,
+            "max_model_len": served.longest,
+            "token_strs": None,
+        }
         bare = {"model": "tiny", "prompt": "Hello 😀", "add_special_tokens": False}
         assert httpx.post(f"{url}{prefix}/tokenize", json=bare).json()["tokens"] == ids
         back = httpx.post(f"{url}{prefix}/detokenize", json={"tokens": [256, *ids]}).json()
@@ -74,6 +79,43 @@ def test_tokens_and_texts(server):
     messages = [{"role": "user", "content": "Hi"}]
     answer = httpx.post(f"{url}/tokenize", json={"messages": messages}).json()
     assert answer["tokens"] == served.chat_template.encode(messages, reply=True)
+
+
+def test_tokens_are_asked_for_as_of_vllm(server):
+    """Each by its name, and conversations that end in another way, behind the ids that begin a document."""
+    served, url = server
+
+    def asked(**body):
+        answer = httpx.post(f"{url}/tokenize", json=body).json()
+        assert answer["count"] == len(answer["tokens"])
+        return answer
+
+    named = asked(prompt="Hé", return_token_strs=True)
+    assert named["token_strs"] == ["<|endoftext|>", "H", "Ã", "©"]  # as the vocabulary spells bytes
+    assert asked(prompt="Hé", return_token_strs=False)["token_strs"] is None
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Sure,"}]
+    template = served.chat_template
+    for begins in (False, True):
+        begin = [*served.tokenizer.begin] * begins
+        bare = asked(messages=messages, add_generation_prompt=False, add_special_tokens=begins)
+        assert bare["tokens"] == [*begin, *template.encode(messages, reply=False)]
+        opened = asked(
+            messages=messages, add_generation_prompt=False, continue_final_message=True, add_special_tokens=begins
+        )
+        assert opened["tokens"] == [*begin, *template.encode(messages, reply=False, continues=True)]
+        assert served.tokenizer.spelled_out(opened["tokens"]).endswith("<|im_start|>assistant\nSure,")
+    for path, body, status in (
+        ("tokenize", {"prompt": "x", "model": "gpt-9"}, 404),
+        ("tokenize", {"prompt": "x", "messages": messages}, 400),
+        ("tokenize", {"prompt": "x", "tools": []}, 400),
+        ("tokenize", {"messages": []}, 400),
+        ("detokenize", {"tokens": [0], "model": "gpt-9"}, 404),
+        ("detokenize", {"tokens": [-1]}, 400),
+        ("detokenize", {"tokens": "x"}, 400),
+        ("detokenize", {}, 400),
+    ):
+        assert httpx.post(f"{url}/{path}", json=body).status_code == status
+    assert httpx.post(f"{url}/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
 def test_the_harness_finds_the_tokenizer(server):

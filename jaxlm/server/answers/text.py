@@ -19,6 +19,7 @@ class AnswerText:
       schemas: of the functions that it may call.
       prompt_end: the end of what the answer follows, with control tokens.
       begun: the text that the answer begins with already, as a part of the prompt.
+      continued: the beginning of the answer, which was given before: it is read, and is no part of the text.
     """
 
     def __init__(
@@ -29,13 +30,15 @@ class AnswerText:
         schemas: Schemas = MappingProxyType({}),
         prompt_end: str = "",
         begun: str = "",
+        continued: str = "",
     ):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._request = tokenizer, request
         self._shown = {id: name for name, id in tokenizer.controls.items() if name in form.marks(schemas)}
         self._decoder = Detokenizer(tokenizer, [])
         self._reader = form.reader(schemas, prompt_end)
-        self._scanner = StopScanner(request.stop)
-        self._thought, self._calls = "", []
+        self._scanner = StopScanner(request.stop, tokenizer.controls if request.stop else {}, request.includes_stop)
+        self._thought, self._calls, self._count = "", [], 0
+        self._reader.add(continued)
         self._begun = self._said(self._reader.add(begun)) if begun else ""
 
     @property
@@ -50,19 +53,25 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """Return the text that a token adds."""
+        self._count += 1
         begun, self._begun = self._begun, ""
         piece = self._shown.get(token)
         if piece is None:
-            return begun + self._said(self._reader.add(self._decoder.add(token)))
+            mark = "" if self.is_inside else self._scanner.mark(token)
+            return begun + self._said(self._reader.add(self._decoder.add(token)), mark)
         before, self._decoder = self._decoder.rest(), Detokenizer(self._tokenizer, [])
         return begun + self._said(self._reader.add(before + piece))
 
-    def rest(self) -> str:
-        """Return what was held back, after the last token."""
+    def rest(self, ended_by: int | None = None) -> str:
+        """Return what was held back, after the last token. `ended_by`: the id that ended the answer, if one did, of
+        which the request may want the text."""
         if self.stopped:
             return ""
+        text = self.add(ended_by) if ended_by is not None and self._request.includes_stop else ""
+        if self.stopped:
+            return text
         begun, self._begun = self._begun, ""
-        text = begun + self._said(self._reader.add(self._decoder.rest()))
+        text += begun + self._said(self._reader.add(self._decoder.rest()))
         return text if self.stopped else text + self._said(self._reader.rest()) + self._scanner.rest()
 
     def taken(self) -> tuple[str, tuple[CalledFunction, ...]]:
@@ -71,8 +80,8 @@ class AnswerText:
         self._thought, self._calls = "", []
         return thought, calls
 
-    def _said(self, parts: AnswerParts) -> str:
-        text = self._scanner.add(parts.said)
+    def _said(self, parts: AnswerParts, mark: str = "") -> str:
+        text = self._scanner.add(parts.said + mark, self._count <= self._request.min_tokens)
         self._thought += parts.thought
         if not self.stopped:
             self._calls += parts.calls

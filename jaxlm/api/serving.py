@@ -40,8 +40,14 @@ class ServerSettings:
 
 
 class Server:
-    """A server of one model, which `run` lets listen. `exact`: whether a text's numbers are the same to the bit,
-    whatever is served beside it."""
+    """A server of one model, which `run` lets listen.
+
+    Attributes:
+      name: of the model.
+      exact: whether a text's numbers are the same to the bit, whatever is served beside it.
+      dtype: that is computed in.
+      layout: the devices along each axis of the mesh.
+    """
 
     def __init__(self, model: "LoadedModel", engine: "Engine", exact: bool, settings: ServerSettings):
         from jaxlm.inference import leader
@@ -70,6 +76,7 @@ class Server:
             settings.limits or ServerLimits(),
             settings.keys,
         )
+        self.dtype, self.layout = served.dtype, served.layout
         self._http = DrainingServer(make_app(served, metrics), self._service, settings.drain_seconds)
 
     def run(

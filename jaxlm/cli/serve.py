@@ -142,10 +142,11 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
     def ready() -> None:
         url = url_of(listening)
         if arguments.json:
-            line = {"url": url, "model": server.name, "exact": server.exact, "dtype": model.dtype, "pid": os.getpid()}
-            print(json.dumps(line), flush=True)
+            line = {"url": url, "model": server.name, "exact": server.exact, "dtype": server.dtype}
+            print(json.dumps({**line, "mesh": {**server.layout}, "pid": os.getpid()}), flush=True)
             return
-        _say(f"serving {server.name} at {url}/v1 (exact: {'yes' if server.exact else 'no'}); Ctrl-C ends it")
+        how = f"{server.dtype}, {server.layout}, exact: {'yes' if server.exact else 'no'}"
+        _say(f"serving {server.name} at {url}/v1 ({how}); Ctrl-C ends it")
 
     return 130 if server.run(listening, ready=ready) == signal.SIGINT else 0
 

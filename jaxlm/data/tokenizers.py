@@ -83,6 +83,10 @@ class Tokenizer:
         one."""
         return [*self.encode_prompt(text), *self.end]
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return where the characters of each token of a text begin and end in it."""
+        return self._backend.encode(text, add_special_tokens=False).offsets
+
     @cached_property
     def controls(self) -> dict[str, int]:
         """The ids of the control tokens that a template may write, by their spelling."""

@@ -11,8 +11,9 @@ class ContinuationText:
     character, is held back."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request):
-        self._request = request
-        self._decoder = Detokenizer(tokenizer, [] if request.is_answer else request.prompt)
+        self._tokenizer, self._request = tokenizer, request
+        self._tokens = [] if request.is_answer else [*request.prompt]
+        self._decoder = Detokenizer(tokenizer, self._tokens)
         self._scanner = StopScanner(request.stop, tokenizer.controls if request.stop else {}, request.includes_stop)
         self._count = 0  # of tokens
 
@@ -24,7 +25,12 @@ class ContinuationText:
     def add(self, token: int) -> str:
         """Return the text that a token adds."""
         self._count += 1
-        return self._scanned(self._decoder.add(token) + self._scanner.mark(token))
+        self._tokens.append(token)
+        piece = self._decoder.add(token)
+        if mark := self._scanner.mark(token):  # behind all text before it
+            piece += self._decoder.rest() + mark
+            self._decoder = Detokenizer(self._tokenizer, self._tokens)
+        return self._scanned(piece)
 
     def rest(self, ended_by: int | None = None) -> str:
         """Return what was held back, after the last token. `ended_by`: the id that ended the continuation, if one did,

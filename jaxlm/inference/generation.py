@@ -16,11 +16,13 @@ class Token(NamedTuple):
     Attributes:
       logprob: ln p of the token; None where it is not asked for.
       top: ids and ln p of the likeliest tokens in its place, the likeliest first.
+      rank: one more than the number of likelier tokens; None where it is not asked for, as of tokens that are drawn.
     """
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(eq=False)

@@ -145,6 +145,7 @@ class EnginePrograms:
             slot_Q=np.full(decode, self.slots, np.int32),
             tables=tuple(tuple(np.zeros((n, pages), np.int32) for n in sections) for _ in self.layout.groups),
             target_R=np.full(tiles * TILE, -1, np.int32),
+            is_ranked_R=np.zeros(tiles * TILE, bool),
         )
 
     def step(self, shape: StepShape, cache: CacheSize) -> MeshProgram:
@@ -161,7 +162,7 @@ class EnginePrograms:
             return ragged_step(module, self.layout, shape, pages, last_S, batch, valid_V)
 
         on_shards = on_each_shard(step, "batch", (False, True, True, True, False))
-        results = StepResults(self._logits(shape.decode).sharding, self.by_shards, *[self._whole] * 3)
+        results = StepResults(self._logits(shape.decode).sharding, self.by_shards, *[self._whole] * 4)
         pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
         batch = self._on_all(self.empty_batch(shape, cache))
         operands = self.abstract_parameters(), pages, self._state.last_S, batch, self._valid_token_mask

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
-from jaxlm.inference.requests import GREEDY
-from jaxlm.inference.sampling import Drawn, RowSampling, count_drawn, row_sampling, sample
+from jaxlm.inference.requests import GREEDY, MAX_LOGPROBS
+from jaxlm.inference.sampling import NO_TOKEN, Drawn, RowSampling, count_drawn, row_sampling, sample
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.doors import select
 from jaxlm.models.transformer import Transformer
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     the rows that decode, in order, then the last rows of prompts. `slot_Q`: the slot on the device that keeps each
     draw; the last slot takes draws of padding. `tables`: of each group, int32 [·, M] of the runs that decode, and of
     the tiles where there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1
-    elsewhere.
+    elsewhere. `is_ranked_R`: bool, whether the target's rank and all `MAX_LOGPROBS` likeliest tokens are asked for too.
     """
 
     token_R: np.ndarray
@@ -37,6 +37,7 @@ class Batch(NamedTuple):
     slot_Q: np.ndarray
     tables: tuple[tuple[np.ndarray, ...], ...]
     target_R: np.ndarray
+    is_ranked_R: np.ndarray
 
     def shard(self, index: int, shards: int) -> "Batch":
         """Return the rows of one of the shards, which lie one after the other, as views."""
@@ -62,15 +63,18 @@ class StepResults(NamedTuple):
     """The results of one step.
 
     `logits_QV`, `hidden_QD`: float32, the logits that each draw is from, and the normalised residual there.
-    `logprob_R`: float32, ln p of the prompts' rows' targets. `likeliest_R`, `likeliest_logprob_R`: the likeliest token
-    there, and its ln p. These three arrays hold any values for rows without target, and are empty without scores.
+    `logprob_R`: float32, ln p of the prompts' rows' targets. `rank_R`: int32, one more than the number of likelier
+    tokens. `top_RK`, `top_logprob_RK`: the likeliest tokens there, in order, and their ln p, K as `Drawn` has it; where
+    no ranks are asked for only the first, and no rank. These four arrays hold any values for rows without target, and
+    are empty without scores.
     """
 
     logits_QV: jax.Array
     hidden_QD: jax.Array
     logprob_R: jax.Array
-    likeliest_R: jax.Array
-    likeliest_logprob_R: jax.Array
+    rank_R: jax.Array
+    top_RK: jax.Array
+    top_logprob_RK: jax.Array
 
 
 def ragged_step(
@@ -108,8 +112,10 @@ def ragged_step(
     )
     last_Q1D = select(hidden_R1D, batch.row_Q)
     logits_QV = module.logits(last_Q1D)[:, 0]
-    nothing = [jnp.zeros(0), jnp.zeros(0, jnp.int32), jnp.zeros(0)]
-    scores = _scores(module, hidden_R1D[shape.decode :], batch.target_R, valid_V, shape) if shape.scores else nothing
+    if shape.scores:
+        scores = _scores(module, hidden_R1D[shape.decode :], batch, valid_V, shape)
+    else:
+        scores = _no_scores(0, len(valid_V))
     return cache.arrays, StepResults(logits_QV, last_Q1D[:, 0].astype(jnp.float32), *scores)
 
 
@@ -130,26 +136,45 @@ def draw(
     return SlotState(last_S, counts_SV, state.how), drawn
 
 
-def _scores(
-    module: Transformer, hidden_R1D: jax.Array, target_R: jax.Array, valid_V: jax.Array, shape: StepShape
-) -> list[jax.Array]:
-    """Return ln p of each row's target, the likeliest token and its ln p: a tile of logits at a time, and none of tiles
-    without target."""
+def _no_scores(rows: int, vocabulary: int) -> tuple[jax.Array, ...]:
+    """Return the last four fields of `StepResults` for rows without scores."""
+    size = rows, min(MAX_LOGPROBS, vocabulary)
+    return jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.full(size, NO_TOKEN), jnp.full(size, -jnp.inf)
 
-    def of_tile(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        hidden_T1D, target_T1 = each
-        nothing = jnp.zeros(shape.tile), jnp.zeros(shape.tile, jnp.int32), jnp.zeros(shape.tile)
+
+def _scores(
+    module: Transformer, hidden_R1D: jax.Array, batch: Batch, valid_V: jax.Array, shape: StepShape
+) -> tuple[jax.Array, ...]:
+    """Return the last four fields of `StepResults`: a tile of logits at a time, and none of tiles without target."""
+
+    def of_tile(each: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        hidden_T1D, target_T, is_ranked_T = each
+        _, no_rank_T, no_top_TK, no_logprob_TK = nothing = _no_scores(shape.tile, len(valid_V))
+        is_ranked = on_any_shard(jnp.any(is_ranked_T))  # within a branch shards may exchange nothing
 
         def scored() -> tuple[jax.Array, ...]:
-            logits_T1V = module.logits(hidden_T1D)
-            valid_logits_T1V = jnp.where(valid_V[None, None], logits_T1V, -jnp.inf)
-            likeliest_T1 = jnp.argmax(valid_logits_T1V, axis=-1).astype(jnp.int32)
-            losses_T1, _ = cross_entropy(logits_T1V, jnp.maximum(target_T1, 0))
-            least_T1, _ = cross_entropy(logits_T1V, likeliest_T1)
-            return -losses_T1[:, 0], likeliest_T1[:, 0], -least_T1[:, 0]
+            logits_TV = module.logits(hidden_T1D)[:, 0]
+            valid_logits_TV = jnp.where(valid_V[None], logits_TV, -jnp.inf)
+            loss_T, ln_total_T = cross_entropy(logits_TV, jnp.maximum(target_T, 0))
 
-        return jax.lax.cond(on_any_shard(jnp.any(target_T1 >= 0)), scored, lambda: nothing)
+            def ranked() -> tuple[jax.Array, ...]:
+                whole_TV = constrain(valid_logits_TV, "batch", None)  # gathered once
+                top_TK, id_TK = jax.lax.top_k(whole_TV, no_top_TK.shape[1])
+                is_likelier_TV = whole_TV > (ln_total_T - loss_T)[:, None]
+                logprob_TK = top_TK - ln_total_T[:, None]
+                is_token_TK = top_TK > -jnp.inf
+                rank_T = 1 + jnp.sum(is_likelier_TV, axis=-1, dtype=jnp.int32)
+                return rank_T, jnp.where(is_token_TK, id_TK, NO_TOKEN), jnp.where(is_token_TK, logprob_TK, -jnp.inf)
 
-    tiles = shape.tiles, shape.tile, 1
-    scores = jax.lax.map(of_tile, (hidden_R1D.reshape(*tiles, -1), target_R.reshape(tiles)))
-    return [each.reshape(-1) for each in scores]
+            def likeliest() -> tuple[jax.Array, ...]:
+                id_T = jnp.argmax(valid_logits_TV, axis=-1).astype(jnp.int32)
+                least_T, _ = cross_entropy(logits_TV, id_T)
+                return no_rank_T, no_top_TK.at[:, 0].set(id_T), no_logprob_TK.at[:, 0].set(-least_T)
+
+            return -loss_T, *jax.lax.cond(is_ranked, ranked, likeliest)
+
+        return jax.lax.cond(on_any_shard(jnp.any(target_T >= 0)), scored, lambda: nothing)
+
+    tiles = shape.tiles, shape.tile
+    rows = hidden_R1D.reshape(*tiles, 1, -1), batch.target_R.reshape(tiles), batch.is_ranked_R.reshape(tiles)
+    return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), jax.lax.map(of_tile, rows))

@@ -101,8 +101,9 @@ class Request(NamedTuple):
     of the seed's `stream`, whatever other requests draw.
 
     A request asks for the log-probability of the token after each one of the prompt from the index `scores_from`
-    on; after the last one that token is `following`, where it is given. `hidden` asks for the stream that each token is
-    drawn from.
+    on, and of the likeliest one in its place; with `ranks` for the token's rank and the `MAX_LOGPROBS` likeliest ones.
+    After the last one of the prompt that token is `following`, where it is given. `hidden` asks for the stream that
+    each token is drawn from.
     """
 
     prompt: Sequence[int]
@@ -117,6 +118,7 @@ class Request(NamedTuple):
     is_answer: bool = False
     scores_from: int | None = None
     following: int | None = None
+    ranks: bool = False
     hidden: bool = False
 
     @property

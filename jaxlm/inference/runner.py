@@ -62,14 +62,15 @@ class Reading(NamedTuple):
 class Scores(NamedTuple):
     """Log-probabilities of tokens of a prompt.
 
-    `first`: the index of the token before the first scored token. `logprob`: ln p of each scored token, float32.
-    `likeliest`, `likeliest_logprob`: the likeliest token in the place of each, and its ln p.
+    `first`: the index of the token before the first scored token. The other fields are those of `StepResults` for each
+    scored token: `logprob` float32 [N], `rank` int32 [N], `top` int32 [N, K] and `top_logprob` float32 [N, K].
     """
 
     first: int
     logprob: np.ndarray
-    likeliest: np.ndarray
-    likeliest_logprob: np.ndarray
+    rank: np.ndarray
+    top: np.ndarray
+    top_logprob: np.ndarray
 
 
 class Runner:
@@ -238,6 +239,7 @@ class Runner:
                 if request.following is not None:
                     targets.append(request.following)
                 batch.target_R[first + rows.start : first + rows.stop] = targets[rows.start + 1 : rows.stop + 1]
+                batch.is_ranked_R[first + rows.start : first + rows.stop] = request.ranks
             for start in range(chunk.start, chunk.stop, TILE):
                 stop = min(start + TILE, chunk.stop)
                 last = _write_run(batch, shape, run, tokens[start:stop], start, plan.tables[i], request.most_tokens)

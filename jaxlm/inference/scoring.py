@@ -48,7 +48,7 @@ class Scorer:
                     at = event.scores.first - min(len(context), self._longest + 1 - len(continuation)) + 1
                     rows = slice(at, at + len(event.scores.logprob))
                     logprobs[event.id][rows] = event.scores.logprob
-                    greedy[event.id] &= event.scores.likeliest.tolist() == [*continuation[rows]]
+                    greedy[event.id] &= event.scores.top[:, 0].tolist() == [*continuation[rows]]
                 if event.end:
                     truncated = len(context) + len(continuation) > self._longest + 1
                     yield indices[event.id], Score(float(logprobs[event.id].sum()), greedy[event.id], truncated)

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from jaxlm import __version__
 from jaxlm.server.endpoints import ENDPOINTS, PREFIX, Endpoint
 from jaxlm.server.events import ClientGone, EventsResponse, Streamed, while_connected
 from jaxlm.server.metrics import ServerMetrics
@@ -46,6 +47,7 @@ def make_app(served: ServedModel, metrics: ServerMetrics) -> Starlette:
     routes += _both("/tokenizer_info", server.read(lambda request: JSONResponse(tokenizer_info(served))), "GET")
     routes += _both("/metrics", server.read(server.metrics), "GET")
     routes += _both("/health", server.read(server.health, is_open=True), "GET")
+    routes += _both("/version", server.read(lambda request: JSONResponse({"version": __version__})), "GET")
     described = document(served, ENDPOINTS)
     routes += _both("/openapi.json", server.read(lambda request: JSONResponse(described), is_open=True), "GET")
     return Starlette(
@@ -170,8 +172,14 @@ class _Server:
             status = "draining"
         elif stalled > self._served.limits.stalled_seconds:
             status = f"a step has taken {stalled:.0f} s"
-        dtype = str(service.engine.runner.programs.dtype)
-        body = {"status": status, "model": self._served.name, "exact": self._served.exact, "dtype": dtype}
+        body = {
+            "status": status,
+            "model": self._served.name,
+            "chat": self._served.chat_template is not None,
+            "exact": self._served.exact,
+            "dtype": self._served.dtype,
+            "mesh": {**self._served.layout},
+        }
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     def _refusal(self, error: Exception) -> Refusal:

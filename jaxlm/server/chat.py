@@ -24,6 +24,7 @@ from jaxlm.server.messages import (
     prompt_end,
     template_of,
 )
+from jaxlm.server.prompt_scores import PromptLogprobs, prompt_logprobs
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import DrawingBody, RequestBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
@@ -187,6 +188,7 @@ class ChatAnswer(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None
 
 
 class ChatDelta(TypedDict):
@@ -212,6 +214,7 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> ChatAnswer | Streamed:
@@ -268,7 +271,14 @@ async def _whole(served: ServedModel, texts: CompletionStream, role: str, head: 
         }
         for index, deltas in enumerate(pieces)
     ]
-    return {**head, "object": "chat.completion", "choices": choices, "usage": texts.usage}  # type: ignore[typeddict-item]
+    prompt = _prompt_logprobs(served, texts, 0)
+    return {**head, "object": "chat.completion", "choices": choices, "usage": texts.usage, "prompt_logprobs": prompt}  # type: ignore[typeddict-item]
+
+
+def _prompt_logprobs(served: ServedModel, texts: CompletionStream, index: int) -> PromptLogprobs | None:
+    """Return the log-probabilities of the prompt, if they are asked for, once an answer has begun."""
+    likeliest = texts.completion.scores
+    return None if likeliest is None else prompt_logprobs(served, texts.prompt_scores[index], likeliest)
 
 
 def _message(role: str, deltas: list[TextDelta]) -> AssistantMessage:
@@ -297,8 +307,11 @@ async def _chunks(
 
     for index in range(texts.count):
         yield chunk(index, {"role": role, "content": ""}, None, None)
-    called = [0] * texts.count
+    called, has_prompt = [0] * texts.count, False
     async for index, text, token, finish_reason, thought, calls in texts.deltas():
+        if not has_prompt and (prompt := _prompt_logprobs(served, texts, index)):
+            yield chunk(index, {}, None, None) | {"prompt_logprobs": prompt}
+        has_prompt = True
         logprobs = _logprobs(served, [token]) if has_logprobs and token else None
         if thought:
             yield chunk(index, {"reasoning_content": thought}, None, None)

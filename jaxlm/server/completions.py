@@ -1,9 +1,8 @@
 """/v1/completions: texts that go on."""
 
-import codecs
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from anyio import to_thread
@@ -13,9 +12,11 @@ from typing_extensions import TypedDict
 from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import MAX_LOGPROBS
 from jaxlm.server.events import Streamed
+from jaxlm.server.prompt_scores import PromptLogprobs, prompt_logprobs
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import DrawingBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
+from jaxlm.server.text_offsets import TextOffsets
 from jaxlm.server.texts import CompletionRequest, CompletionStream, TextDelta, Usage, truncated
 
 _MAX_TOKENS = 16  # as OpenAI's API has it
@@ -32,22 +33,22 @@ class CompletionBody(DrawingBody):
     ]
     """Texts, which begin as documents do, or token ids as they are."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """The most tokens to follow each prompt (16); 0 is for `echo`."""
+    """The most tokens to follow each prompt (16); 0 is for `echo` and `prompt_logprobs`."""
     echo: bool | None = None
     """Begin each text with its prompt; with `logprobs`, with the log-probabilities of its tokens too."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Give the log-probability of each token, and of so many likeliest ones."""
+    """Give the log-probability of each token, and of so many likeliest ones beside it."""
     suffix: neutral("", why="the models here continue texts, and fill no gaps in them") = None
     best_of: neutral(1, why="all that is drawn is returned, `n` of each prompt") = None
 
 
 class CompletionLogprobs(TypedDict):
-    """For each token its text, its log-probability, the likeliest tokens in its place, and where its text begins. The
-    first token of a prompt has none."""
+    """For each token its text, its log-probability, the likeliest tokens in its place and itself, and where its text
+    begins. The first token of a prompt has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -56,6 +57,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs | None  # in a stream with the first chunk of a choice
 
 
 class CompletionAnswer(TypedDict):
@@ -84,13 +86,8 @@ async def complete(served: ServedModel, caller: Caller, body: CompletionBody) ->
 def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[CompletionStream, list[str]]:
     """Return what is asked for, and the prompts as texts for `echo`."""
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if not max_tokens and not body.echo:
+    if not max_tokens and not body.echo and body.prompt_logprobs is None:
         raise Refusal("max_tokens = 0 gives nothing; give 1 or more, or echo = true", param="max_tokens")
-    if body.echo and (body.logprobs or 0) > 1:
-        raise Refusal(
-            f"logprobs = {body.logprobs} with echo = true: of a prompt's tokens 1 likeliest one is known; give 0 or 1",
-            param="logprobs",
-        )
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if prompts and isinstance(prompts[0], int):
         prompts = [prompts]
@@ -109,8 +106,9 @@ def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[C
             for prompt, before, ids in zip(prompts, whole, encoded, strict=True)
         ]
     sampling = body.sampling(served.sampling, body.logprobs)
-    scores = bool(body.echo) and body.logprobs is not None
-    completion = CompletionRequest(encoded, max_tokens, sampling, scores=scores, **drawing(body))
+    asked = [body.logprobs if body.echo else None, body.prompt_logprobs]
+    scores = max((likeliest for likeliest in asked if likeliest is not None), default=None)
+    completion = CompletionRequest(encoded, max_tokens, sampling, **drawing(body) | {"scores": scores})
     return CompletionStream(served, caller, completion), echoed
 
 
@@ -118,7 +116,7 @@ class _Completion:
     """The answer to a request, whole or in chunks."""
 
     def __init__(self, served: ServedModel, body: CompletionBody, texts: CompletionStream, shown: list[str]):
-        self._texts, self._shown = texts, shown
+        self._served, self._texts, self._shown, self._likeliest = served, texts, shown, body.prompt_logprobs
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -126,7 +124,9 @@ class _Completion:
             "model": served.name,
         }
         self._logprobs = (
-            None if body.logprobs is None else [_Logprobs(served, body.logprobs) for _ in range(texts.count)]
+            None
+            if body.logprobs is None
+            else [_Logprobs(served, body.logprobs, self._prompt(index)) for index in range(texts.count)]
         )
         self._begun: set[int] = set()
 
@@ -135,6 +135,8 @@ class _Completion:
         choices = [self._choice(index, "", None) for index in range(self._texts.count)]
         pieces: list[list[str]] = [[] for _ in choices]
         async for delta in self._texts.deltas():
+            if delta.index not in self._begun:
+                choices[delta.index]["prompt_logprobs"] = self._prompt_logprobs(delta.index)
             pieces[delta.index].append(self._added(delta))
             choices[delta.index]["finish_reason"] = delta.finish_reason
         for index, choice in enumerate(choices):
@@ -146,10 +148,11 @@ class _Completion:
         """Yield what is drawn, chunk by chunk."""
         usage = {"usage": None} if includes_usage else {}
         async for delta in self._texts.deltas():
+            prompt = None if delta.index in self._begun else self._prompt_logprobs(delta.index)
             text = self._added(delta)
-            if text or delta.finish_reason or self._logprobs:
+            if text or delta.finish_reason or self._logprobs or prompt:
                 logprobs = self._logprobs and self._logprobs[delta.index].taken()
-                choice = self._choice(delta.index, text, delta.finish_reason, logprobs)
+                choice = self._choice(delta.index, text, delta.finish_reason, logprobs, prompt)
                 yield {**self._head, "choices": [choice], **usage}
         if includes_usage:
             yield {**self._head, "choices": [], "usage": self._texts.usage}
@@ -158,39 +161,60 @@ class _Completion:
         """Return the text of a delta, with its prompt before the first, and note its log-probabilities."""
         index, text = delta.index, delta.text
         logprobs = self._logprobs and self._logprobs[index]
-        if self._shown and index not in self._begun:
+        if index not in self._begun:
             self._begun.add(index)
-            text = self._shown[index // self._texts.completion.n] + text
-            if logprobs:
-                logprobs.add(Token(self._texts.completion.prompts[index // self._texts.completion.n][0]))
-                for token in self._texts.prompt_scores[index]:
-                    logprobs.add(token)
+            if self._shown:
+                text = self._echoed(index) + text
+                if logprobs:
+                    logprobs.echo(self._echoed(index), self._texts.prompt_scores[index])
         if logprobs and delta.token:
             logprobs.add(delta.token)
         return text
 
+    def _prompt(self, index: int) -> Sequence[int]:
+        return self._texts.completion.prompts[index // self._texts.completion.n]
+
+    def _echoed(self, index: int) -> str:
+        return self._shown[index // self._texts.completion.n]
+
+    def _prompt_logprobs(self, index: int) -> PromptLogprobs | None:
+        if self._likeliest is None:
+            return None
+        return prompt_logprobs(self._served, self._texts.prompt_scores[index], self._likeliest)
+
     def _choice(
-        self, index: int, text: str, finish_reason: Any, logprobs: CompletionLogprobs | None = None
+        self,
+        index: int,
+        text: str,
+        finish_reason: Any,
+        logprobs: CompletionLogprobs | None = None,
+        prompt: PromptLogprobs | None = None,
     ) -> CompletionChoice:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "prompt_logprobs": prompt,
+        }
 
 
 class _Logprobs:
     """The log-probabilities of one continuation, but for the ones that were taken before."""
 
-    def __init__(self, served: ServedModel, top: int):
-        self._served, self._top, self._offset = served, top, 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._controls = frozenset(served.tokenizer.controls.values())
+    def __init__(self, served: ServedModel, top: int, prompt: Sequence[int]):
+        self._served, self._top, self._prompt = served, top, prompt
+        self._offsets = TextOffsets(served.tokenizer, served.token_bytes, prompt)
         self._tokens: list[tuple[Token, int]] = []
 
+    def echo(self, shown: str, scores: Sequence[Token]) -> None:
+        """Add the tokens of the prompt, which the text begins with as it is shown."""
+        tokens = [Token(self._prompt[0]), *scores]
+        self._tokens += zip(tokens, self._offsets.echo(shown), strict=True)
+
     def add(self, token: Token) -> None:
-        """Add a token. Names of control tokens are not part of the text."""
-        content = b"" if token.id in self._controls else self._served.token_bytes(token.id)
-        if content and content[0] & 0xC0 != 0x80:  # a character begins: the one before is whole, or never will be
-            self._offset += len(self._decoder.decode(b"", final=True))
-        self._tokens.append((token, self._offset))
-        self._offset += len(self._decoder.decode(content))
+        """Add a token."""
+        self._tokens.append((token, self._offsets.add(token.id)))
 
     def taken(self) -> CompletionLogprobs:
         """Return the log-probabilities of the tokens since the last call of this method."""
@@ -198,7 +222,7 @@ class _Logprobs:
         return {
             "tokens": [self._name(token.id) for token, _ in taken],
             "token_logprobs": [token.logprob for token, _ in taken],
-            "top_logprobs": [self._likeliest(token) for token, _ in taken] if self._top else None,
+            "top_logprobs": [self._likeliest(token) for token, _ in taken],
             "text_offset": [offset for _, offset in taken],
         }
 
@@ -207,7 +231,7 @@ class _Logprobs:
         if token.logprob is None:
             return None
         logprobs: dict[str, float] = {}
-        for id, logprob in (*token.top, (token.id, token.logprob)):
+        for id, logprob in (*token.top[: self._top], (token.id, token.logprob)):
             logprobs.setdefault(self._name(id), logprob)
         return logprobs
 

@@ -71,6 +71,19 @@ def document(served: ServedModel, endpoints: Iterable[Endpoint]) -> dict[str, An
     paths[f"{PREFIX}/tokenizer_info"] = {
         "get": {"summary": "The tokenizer.", "responses": answers(TokenizerInfo, refused=("401",))}
     }
+    described_version = {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]}
+    paths[f"{PREFIX}/version"] = {
+        "get": {
+            "summary": "The version of jaxlm.",
+            "responses": {
+                "200": {
+                    "description": "The version.",
+                    "content": {"application/json": {"schema": described_version}},
+                },
+                "401": {"description": _REFUSED["401"], "content": content(ErrorAnswer)},
+            },
+        }
+    }
     description: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": f"jaxlm serves {served.name}", "version": __version__},

@@ -14,7 +14,7 @@ from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.requests import MAX_SEED, MIN_SEED, Sampling
+from jaxlm.inference.requests import MAX_LOGPROBS, MAX_SEED, MIN_SEED, Sampling
 from jaxlm.server.refusals import Refusal
 
 Body = TypeVar("Body", bound="RequestBody")
@@ -163,6 +163,8 @@ class DrawingBody(SamplingBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Keep the last so many tokens of a longer prompt, behind the ids that begin a document; -1 keeps as many as leave
     room for what is asked for."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Give the log-probability and the rank of each token of the prompt, and of so many likeliest ones in its place."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Texts of a smaller priority are drawn sooner; other texts wait, or begin again later (0)."""
     cache_salt: Salt | None = None
@@ -187,6 +189,8 @@ def drawing(body: DrawingBody) -> dict[str, Any]:
         "ignores_stop_tokens": bool(body.ignore_eos),
         "min_tokens": body.min_tokens or 0,
         "includes_stop": bool(body.include_stop_str_in_output),
+        "scores": body.prompt_logprobs,
+        "ranks": body.prompt_logprobs is not None,
         "priority": body.priority or 0,
         "salt": body.cache_salt,
     }

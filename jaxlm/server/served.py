@@ -13,6 +13,7 @@ from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.service import EngineService
+from jaxlm.parallel.layout import Layout
 from jaxlm.server.answers.answer_formats import AnswerFormat, form_of
 from jaxlm.server.refusals import Refusal
 
@@ -76,6 +77,16 @@ class ServedModel:
     def longest(self) -> int:
         """The most tokens of a prompt with its continuation, but for the last."""
         return self.service.engine.longest
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that is computed in."""
+        return str(self.service.engine.runner.programs.dtype)
+
+    @property
+    def layout(self) -> Layout:
+        """The devices along each axis of the mesh."""
+        return Layout(self.service.engine.runner.programs.mesh.shape)
 
     def room(self, prompt_tokens: int) -> int:
         """Return how many tokens may follow a prompt; the last one is drawn and never read. At least 1, for a prompt

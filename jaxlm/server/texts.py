@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
 from typing_extensions import TypedDict
 
 from jaxlm.inference.continuation import ContinuationText
 from jaxlm.inference.engine import Event
 from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import Request, Sampling, check_biases, check_prompts, check_stop_tokens
-from jaxlm.inference.runner import Scores
 from jaxlm.inference.service import EventStream
 from jaxlm.inference.stop_strings import stops_that_are_tokens
 from jaxlm.server.answers.answer_formats import AnswerFormat
 from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.calls import CalledFunction
 from jaxlm.server.answers.text import AnswerText
+from jaxlm.server.prompt_scores import PromptScores
 from jaxlm.server.refusals import Refusal, refusing
 from jaxlm.server.served import Caller, ServedModel
 
@@ -75,7 +74,9 @@ class CompletionRequest:
       salt: divides what is found in the cache beside the caller's.
       is_answer: whether a continuation is a text of its own, which does not continue the prompt's last word.
       answer: the form of an answer; None for text alone.
-      scores: also give the log-probabilities of the prompts' tokens.
+      scores: of so many likeliest tokens in the place of each token of a prompt the log-probabilities are asked for,
+        beside that of the token; None: not even that.
+      ranks: the ranks of the prompts' tokens are asked for too.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -92,7 +93,8 @@ class CompletionRequest:
     salt: str | None = None
     is_answer: bool = False
     answer: AnswerOptions | None = None
-    scores: bool = False
+    scores: int | None = None
+    ranks: bool = False
 
 
 class TextDelta(NamedTuple):
@@ -142,7 +144,7 @@ class CompletionStream:
                     f"{where}min_tokens = {completion.min_tokens} exceeds the {limits[place]} tokens that may follow",
                     param="min_tokens",
                 )
-        scores_from = 0 if completion.scores else None
+        scores_from = None if completion.scores is None else 0
         self._requests = [
             Request(
                 prompt,
@@ -156,6 +158,7 @@ class CompletionStream:
                 completion.includes_stop,
                 completion.is_answer,
                 scores_from=scores_from,
+                ranks=completion.ranks or (completion.scores or 0) > 1,
             )
             for prompt, limit in zip(completion.prompts, limits, strict=True)
             for sample in range(completion.n)
@@ -172,7 +175,8 @@ class CompletionStream:
             self._salt = hashlib.sha256(b"key" + caller.salt + b"salt" + completion.salt.encode()).digest()
         self._texts = [_text_of(served, request, completion) for request in self._requests]
         self._called: set[int] = set()
-        self._scored = [_PromptScores(len(request.prompt)) for request in self._requests] if completion.scores else []
+        scored = self._requests if completion.scores is not None else []
+        self._scored = [PromptScores(request.prompt) for request in scored]
         self.prompt_scores: list[list[Token]] = [[] for _ in self._requests]
         self._prompt_tokens = sum(map(len, completion.prompts))
         self._cached_tokens = self._completion_tokens = self._reasoning_tokens = 0
@@ -232,8 +236,7 @@ class CompletionStream:
         if index % self.completion.n == 0:
             self._cached_tokens += event.cached
         if self._scored:
-            prompt = self.completion.prompts[index // self.completion.n]
-            self.prompt_scores[index] = self._scored[index].shown(prompt, bool(self.completion.sampling.logprobs))
+            self.prompt_scores[index] = self._scored[index].tokens(self.completion.scores or 0)
 
     def _delta(self, index: int, event: Event) -> TextDelta:
         if self.completion.max_tokens == 0:
@@ -287,25 +290,6 @@ def truncated(
         return prompt
     kept = list(begin) if len(begin) < most and prompt[: len(begin)] == list(begin) else []
     return [*kept, *prompt[len(prompt) - most + len(kept) :]]
-
-
-class _PromptScores:
-    """The log-probabilities of a prompt's tokens, which come in chunks, some tokens a second time."""
-
-    def __init__(self, tokens: int):
-        self._logprob, self._best_logprob = np.zeros((2, tokens), np.float32)
-        self._best = np.zeros(tokens, np.int32)
-
-    def add(self, scores: Scores) -> None:
-        """Take a chunk."""
-        rows = slice(scores.first, scores.first + len(scores.logprob))
-        self._logprob[rows], self._best[rows] = scores.logprob, scores.likeliest
-        self._best_logprob[rows] = scores.likeliest_logprob
-
-    def shown(self, prompt: Sequence[int], likeliest: bool) -> list[Token]:
-        """Return each token after the first with its log-probability, and the likeliest one if asked for."""
-        rows = zip(prompt[1:], self._logprob.tolist(), self._best.tolist(), self._best_logprob.tolist(), strict=False)
-        return [Token(id, ln_p, ((best, most),) if likeliest else ()) for id, ln_p, best, most in rows]
 
 
 def _check(served: ServedModel, prompt: Sequence[int], max_tokens: int, where: str) -> None:

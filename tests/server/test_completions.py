@@ -126,7 +126,9 @@ def test_echo_alone_draws_nothing(client):
         ["<|endoftext|>", *"Hello"],
         ["<|endoftext|>", *"You"],
     ]
-    assert answer.usage.completion_tokens == 0 and answer.choices[0].logprobs.top_logprobs is None
+    assert answer.usage.completion_tokens == 0
+    found = answer.choices[0].logprobs  # the log-probability of each token, without alternatives
+    assert [None, *found.token_logprobs[1:]] == [top and [*top.values()][0] for top in found.top_logprobs]
     streamed = list(create(client, ["Hello", "You"], max_tokens=0, echo=True, stream=True))
     assert sorted(chunk.choices[0].text for chunk in streamed) == ["Hello", "You"]
 
@@ -139,11 +141,8 @@ def test_log_probabilities_have_the_legacy_form(count, client):
     assert all(logprob < 0.0 for logprob in found.token_logprobs)
     for token, offset in zip(found.tokens, found.text_offset, strict=True):
         assert token.startswith("bytes:") or choice.text[offset : offset + len(token)] == token
-    if count:
-        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
-            assert count <= len(top) <= count + 1 and top[token] == logprob
-    else:
-        assert found.top_logprobs is None
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert max(count, 1) <= len(top) <= count + 1 and top[token] == logprob
 
 
 def test_a_stop_string_ends_a_text_before_it(client, server):

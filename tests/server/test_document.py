@@ -19,6 +19,7 @@ OPERATIONS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/v1/tokenizer_info"),
+    ("GET", "/v1/version"),
 ]
 CHECKS = [
     checks.not_a_server_error,

@@ -11,6 +11,7 @@ import pytest
 from lm_eval.utils import RemoteTokenizer
 from serving import tokens_alone
 
+import jaxlm
 from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree
 
@@ -136,8 +137,21 @@ def test_it_says_that_it_is_well(server):
         answer = httpx.get(f"{url}{prefix}/health")
         assert (answer.status_code, answer.json()) == (
             200,
-            {"status": "ok", "model": "tiny", "exact": False, "dtype": "float32"},
+            {
+                "status": "ok",
+                "model": "tiny",
+                "chat": True,
+                "exact": False,
+                "dtype": "float32",
+                "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
+            },
         )
+
+
+def test_it_tells_its_version(server):
+    _, url = server
+    for prefix in ("", "/v1"):
+        assert httpx.get(f"{url}{prefix}/version").json() == {"version": jaxlm.__version__}
 
 
 def metric(text, name):

@@ -104,8 +104,10 @@ def test_it_serves_with_a_key_and_drains(serve, tmp_path):
         assert httpx.get(f"{url}/health").json() == {
             "status": "ok",
             "model": "stories260K",
+            "chat": False,
             "exact": True,
             "dtype": "float32",
+            "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         }
         assert httpx.get(f"{url}/v1/models").status_code == 401
         stream = client.completions.create(**PROMPT, max_tokens=300, stream=True)

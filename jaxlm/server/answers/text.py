@@ -34,7 +34,7 @@ class AnswerText:
     ):
         self._tokenizer, self._request = tokenizer, request
         self._shown = {id: name for name, id in tokenizer.controls.items() if name in form.marks(schemas)}
-        self._decoder = Detokenizer(tokenizer, [])
+        self._decoder, self._tokens = Detokenizer(tokenizer, []), []
         self._reader = form.reader(schemas, prompt_end)
         self._scanner = StopScanner(request.stop, tokenizer.controls if request.stop else {}, request.includes_stop)
         self._thought, self._calls, self._count = "", [], 0
@@ -56,10 +56,14 @@ class AnswerText:
         self._count += 1
         begun, self._begun = self._begun, ""
         piece = self._shown.get(token)
+        self._tokens.append(token)
         if piece is None:
-            mark = "" if self.is_inside else self._scanner.mark(token)
-            return begun + self._said(self._reader.add(self._decoder.add(token)), mark)
-        before, self._decoder = self._decoder.rest(), Detokenizer(self._tokenizer, [])
+            piece, mark = self._decoder.add(token), "" if self.is_inside else self._scanner.mark(token)
+            if mark:  # behind all text before it
+                piece += self._decoder.rest()
+                self._decoder = Detokenizer(self._tokenizer, self._tokens)
+            return begun + self._said(self._reader.add(piece), mark)
+        before, self._decoder, self._tokens = self._decoder.rest(), Detokenizer(self._tokenizer, []), []
         return begun + self._said(self._reader.add(before + piece))
 
     def rest(self, ended_by: int | None = None) -> str:

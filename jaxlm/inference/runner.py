@@ -39,7 +39,7 @@ class PendingStep:
 
 
 class SlotSampling(NamedTuple):
-    """How a slot draws: arguments of `row_sampling` for one row."""
+    """The sampling of a slot: arguments of `row_sampling` for one row."""
 
     sampling: Sampling
     seed: int = 0

@@ -99,7 +99,7 @@ class ChatBody(DrawingBody, ConversationBody):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer begins with a call. Raises Refusal where it has begun already."""
+        """True if the answer begins with a call. Raises Refusal where it has begun already."""
         must_call = self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
         if must_call and not self.ending["reply"]:
             raise Refusal("tool_choice begins an answer; leave it out to go on with a message", param="tool_choice")

@@ -83,7 +83,7 @@ class MessageBody(RequestBody):
 
 
 class ConversationBody(RequestBody):
-    """Where a conversation ends for the model."""
+    """The end of a conversation, where the model begins."""
 
     add_generation_prompt: bool | None = None
     """Begin a message of the assistant's behind the conversation (true, unless the final message is continued)."""

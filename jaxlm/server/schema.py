@@ -157,7 +157,7 @@ class DrawingBody(SamplingBody):
     ignore_eos: bool | None = None
     """The model's own ids end no text: it has `max_tokens` tokens, but for `stop` and `stop_token_ids`."""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    """So many tokens are drawn before the text may end by `stop`, `stop_token_ids` or the model's own ids (0)."""
+    """Draw at least so many tokens before `stop`, `stop_token_ids` or the model's own ids may end the text (0)."""
     include_stop_str_in_output: bool | None = None
     """The text ends with the stop string that ended it, or with the text of the id that did."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None

@@ -1,4 +1,4 @@
-"""Where tokens begin in a text, as `text_offset` of completions says."""
+"""The places of tokens in a text, as `text_offset` of completions gives them."""
 
 import codecs
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the tokens of a prompt cost, by `echo` and `prompt_logprobs`, and where they begin in the text."""
+"""Log-probabilities of the tokens of a prompt, by `echo` and `prompt_logprobs`, and their places in the text."""
 
 import json
 
@@ -52,7 +52,7 @@ def check(found, ids, expected, count):
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_prompts_of_completions_have_log_probabilities(count, server, expected):
-    """Of each prompt and choice, streamed and whole, whatever was found in the cache, and without tokens behind it."""
+    """Each prompt and choice has them, streamed and whole, whatever was found in the cache, and without tokens behind it."""
     served, url = server
     body = {"model": "tiny", "prompt": PROMPTS, "max_tokens": 2, "n": 2, "prompt_logprobs": count, "temperature": 0}
     for _ in range(2):

@@ -160,10 +160,10 @@ def _scores(
             def ranked() -> tuple[jax.Array, ...]:
                 whole_TV = constrain(valid_logits_TV, "batch", None)  # gathered once
                 top_TK, id_TK = jax.lax.top_k(whole_TV, no_top_TK.shape[1])
-                is_likelier_TV = whole_TV > (ln_total_T - loss_T)[:, None]
+                at_target_T1 = jnp.take_along_axis(whole_TV, jnp.maximum(target_T, 0)[:, None], axis=1)
                 logprob_TK = top_TK - ln_total_T[:, None]
                 is_token_TK = top_TK > -jnp.inf
-                rank_T = 1 + jnp.sum(is_likelier_TV, axis=-1, dtype=jnp.int32)
+                rank_T = 1 + jnp.sum(whole_TV > at_target_T1, axis=-1, dtype=jnp.int32)
                 return rank_T, jnp.where(is_token_TK, id_TK, NO_TOKEN), jnp.where(is_token_TK, logprob_TK, -jnp.inf)
 
             def likeliest() -> tuple[jax.Array, ...]:

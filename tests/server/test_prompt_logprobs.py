@@ -52,7 +52,7 @@ def check(found, ids, expected, count):
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_prompts_of_completions_have_log_probabilities(count, server, expected):
-    """Each prompt and choice has them, streamed and whole, whatever was found in the cache, and without tokens behind it."""
+    """Each prompt and choice has them, in a stream or whole, whatever is in the cache, and without tokens behind it."""
     served, url = server
     body = {"model": "tiny", "prompt": PROMPTS, "max_tokens": 2, "n": 2, "prompt_logprobs": count, "temperature": 0}
     for _ in range(2):
@@ -104,7 +104,8 @@ def test_tokens_begin_where_their_text_does(make, text):
     tokenizer = make()
     following = tokenizer.encode("a b 😀")
     for echoes in (True, False):
-        ids = tokenizer.encode_prompt(text)
+        begin = [id for id in tokenizer.begin if id in tokenizer.controls.values()]
+        ids = [*begin, *(tokenizer.encode(text) if text else [])]
         offsets = TextOffsets(tokenizer, tokenizer.bytes_of, ids)
         found = offsets.echo(text) if echoes else []
         shown = text if echoes else ""

@@ -1,5 +1,7 @@
 """The parts of an answer while its tokens are drawn."""
 
+import copy
+import os
 import re
 from types import MappingProxyType
 
@@ -38,7 +40,10 @@ class AnswerText:
         self._reader = form.reader(schemas, prompt_end)
         self._scanner = StopScanner(request.stop, tokenizer.controls if request.stop else {}, request.includes_stop)
         self._thought, self._calls, self._count = "", [], 0
-        self._reader.add(continued)
+        self._given = ""  # of what was given before, the part that the reader holds back
+        if continued:
+            self._reader.add(continued)
+            self._given = copy.deepcopy(self._reader).rest().said
         self._begun = self._said(self._reader.add(begun)) if begun else ""
 
     @property
@@ -85,7 +90,9 @@ class AnswerText:
         return thought, calls
 
     def _said(self, parts: AnswerParts, mark: str = "") -> str:
-        text = self._scanner.add(parts.said + mark, self._count <= self._request.min_tokens)
+        same = len(os.path.commonprefix([self._given, parts.said]))
+        self._given = self._given[same:] if same == len(parts.said) else ""
+        text = self._scanner.add(parts.said[same:] + mark, self._count <= self._request.min_tokens)
         self._thought += parts.thought
         if not self.stopped:
             self._calls += parts.calls

@@ -57,7 +57,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
-    prompt_logprobs: PromptLogprobs | None  # in a stream with the first chunk of a choice
+    prompt_logprobs: NotRequired[PromptLogprobs | None]  # in a stream with the first chunk of a choice alone
 
 
 class CompletionAnswer(TypedDict):
@@ -132,7 +132,7 @@ class _Completion:
 
     async def whole(self) -> CompletionAnswer:
         """Return all continuations."""
-        choices = [self._choice(index, "", None) for index in range(self._texts.count)]
+        choices = [self._choice(index, "", None) | {"prompt_logprobs": None} for index in range(self._texts.count)]
         pieces: list[list[str]] = [[] for _ in choices]
         async for delta in self._texts.deltas():
             if delta.index not in self._begun:
@@ -152,7 +152,8 @@ class _Completion:
             text = self._added(delta)
             if text or delta.finish_reason or self._logprobs or prompt:
                 logprobs = self._logprobs and self._logprobs[delta.index].taken()
-                choice = self._choice(delta.index, text, delta.finish_reason, logprobs, prompt)
+                choice = self._choice(delta.index, text, delta.finish_reason, logprobs)
+                choice |= {"prompt_logprobs": prompt} if prompt else {}
                 yield {**self._head, "choices": [choice], **usage}
         if includes_usage:
             yield {**self._head, "choices": [], "usage": self._texts.usage}
@@ -183,20 +184,9 @@ class _Completion:
         return prompt_logprobs(self._served, self._texts.prompt_scores[index], self._likeliest)
 
     def _choice(
-        self,
-        index: int,
-        text: str,
-        finish_reason: Any,
-        logprobs: CompletionLogprobs | None = None,
-        prompt: PromptLogprobs | None = None,
+        self, index: int, text: str, finish_reason: Any, logprobs: CompletionLogprobs | None = None
     ) -> CompletionChoice:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            "prompt_logprobs": prompt,
-        }
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class _Logprobs:

@@ -74,6 +74,12 @@ def test_each_line_is_answered_after_those_before_it(model, answering, monkeypat
     assert [stream for _, stream, _ in asked] == [0, 1, 3]  # a message again has other random numbers
 
 
+def test_the_name_of_a_control_token_in_stop_ends_an_answer(model, answering, capsys):
+    answer, _ = answering
+    answer("One", 1, 5)
+    assert said(capsys, model, "--prompt", "Hi", "--stop", "<s>", "--max-tokens", 9).out == "One\n"
+
+
 def test_an_answer_that_is_ended_stays_and_what_is_refused_does_not(model, answering, monkeypatch, capsys):
     answer, asked = answering
     answer("Once upon", KeyboardInterrupt())

@@ -183,6 +183,7 @@ def test_a_stop_string_ends_a_text_before_it(run, capsys):
         (["--token-ids", "1", "--token-ids", "2,300"], "prompt 2: token id 300 is outside the vocabulary, 0 to 256"),
         (["--prompt", "a", "--num-samples", "0"], "--num-samples 0 must be from 1 to 65,535"),
         (["--prompt", "a", "--stop", ""], "--stop '' would end every text"),
+        (["--prompt", "a", "--seed", str(2**63)], "--seed 9223372036854775808 must be from -9223372036854775808 to"),
         (["--prompt", "a", "--token-ids", "1"], "not allowed with argument"),
         (["--json"], "--json is of prompts that are given: add --prompt, --prompts or --token-ids"),
     ],

@@ -63,9 +63,9 @@ def test_prompts_of_completions_have_log_probabilities(count, server, expected):
     assert choices[2]["prompt_logprobs"][2][str(ids[2])]["decoded_token"] == "e"
     lines = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.startswith("data: {")]
-    first = {chunk["index"]: chunk["prompt_logprobs"] for chunk in reversed(chunks)}
+    first = {chunk["index"]: chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk}
     assert [first[index] for index in range(4)] == [choice["prompt_logprobs"] for choice in choices]
-    assert sum(chunk["prompt_logprobs"] is not None for chunk in chunks) == 4
+    assert sum("prompt_logprobs" in chunk for chunk in chunks) == 4
     nothing = httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 0}).json()
     assert [choice["prompt_logprobs"] for choice in nothing["choices"]] == [first[index] for index in range(4)]
     assert nothing["usage"]["completion_tokens"] == 0

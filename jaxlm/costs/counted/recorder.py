@@ -197,7 +197,7 @@ def record_engine(model: ModelConfig, page: int) -> Recording:
     pages = jax.eval_shape(lambda: layout.allocate([1 for _ in groups], jnp.dtype(PAGES)))
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
     none, table = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    batch = Batch(row, row, row, row, row, tuple((table,) for _ in groups), none)
+    batch = Batch(row, row, row, row, row, tuple((table,) for _ in groups), none, none)
     valid = jax.ShapeDtypeStruct((model.vocab_size,), jnp.bool)
     return _read(forward, tree.shapes(parameters, _COMPUTE), pages, row, batch, valid)
 

@@ -63,12 +63,13 @@ class Scores(NamedTuple):
     """Log-probabilities of tokens of a prompt.
 
     `first`: the index of the token before the first scored token. The other fields are those of `StepResults` for each
-    scored token: `logprob` float32 [N], `rank` int32 [N], `top` int32 [N, K] and `top_logprob` float32 [N, K].
+    scored token: `logprob` float32 [N], `rank` int32 [N], `top` int32 [N, K] and `top_logprob` float32 [N, K]. Without
+    `Request.ranks`, `rank` is None and K is 1.
     """
 
     first: int
     logprob: np.ndarray
-    rank: np.ndarray
+    rank: np.ndarray | None
     top: np.ndarray
     top_logprob: np.ndarray
 
@@ -208,7 +209,10 @@ class Runner:
                 if chunk.is_scored:
                     rows = _scored_rows(chunk)
                     at = slice(first + rows.start - chunk.start, first + rows.stop - chunk.start)
-                    scores[chunk.generation.id] = Scores(rows.start, *(x[at] for x in scored))
+                    logprob, rank, top, top_logprob = (x[at] for x in scored)
+                    if not chunk.generation.request.ranks:  # what shares its step may have asked for more
+                        rank, top, top_logprob = None, top[:, :1], top_logprob[:, :1]
+                    scores[chunk.generation.id] = Scores(rows.start, logprob, rank, top, top_logprob)
                 first += _padded(chunk.stop - chunk.start)
         return Reading(tokens, hidden, scores)
 

@@ -37,7 +37,8 @@ class PromptScores:
         """Return each token after the first with its log-probability, and those of so many likeliest ones."""
         tokens: list[Token] = [Token(id) for id in self._prompt[1:]]
         for chunk in self._chunks:
-            rows = zip(*(field.tolist() for field in chunk[1:3]), chunk.top, chunk.top_logprob, strict=True)
+            ranks = [None] * len(chunk.logprob) if chunk.rank is None else chunk.rank.tolist()
+            rows = zip(chunk.logprob.tolist(), ranks, chunk.top, chunk.top_logprob, strict=True)
             for at, (logprob, rank, top, top_logprob) in enumerate(rows, chunk.first):
                 pairs = zip(top[:likeliest].tolist(), top_logprob[:likeliest].tolist(), strict=True)
                 best = tuple((id, ln_p) for id, ln_p in pairs if id != NO_TOKEN)

@@ -38,6 +38,18 @@ def test_several_devices_draw_what_one_does(sizes, family):
         hidden = ([np.frombuffer(bits, np.float32) for _, bits in each] for each in (found, expected))
         model_fixtures.assert_same_numbers(*hidden, 1e-5)
     assert len(several.pages) == math.prod(sizes[:2])
+    for expected, found in zip(scored(one), scored(several), strict=True):
+        np.testing.assert_array_equal(found.rank, expected.rank)
+        np.testing.assert_array_equal(found.top, expected.top)
+        np.testing.assert_allclose(found.top_logprob, expected.top_logprob, atol=1e-5)
+
+
+def scored(engine):
+    """Return what the tokens of some prompts cost, of one of them with ranks."""
+    asked = [Request([n + 1] * 9, 1, Sampling(0.0), scores_from=0, ranks=n == 1) for n in range(3)]
+    ids = [engine.submit(request) for request in asked]
+    found = {event.id: event.scores for event in engine.run() if event.scores}
+    return [found[id] for id in ids]
 
 
 def test_what_is_asked_of_an_engine_is_divided_and_added_up():
@@ -45,7 +57,10 @@ def test_what_is_asked_of_an_engine_is_divided_and_added_up():
     engine = make("llama", sizes=(2,), slots=5)
     assert engine.runner.programs.slots == 3 and len(engine.pages) == 2
     prompts = [[shard + 1] * 40 for shard in range(2)]
-    asked = [Request(prompt, 2, Sampling(0.0), scores_from=0, following=3, hidden=True) for prompt in prompts]
+    asked = [
+        Request(prompt, 2, Sampling(0.0), scores_from=0, following=3, ranks=bool(shard), hidden=True)
+        for shard, prompt in enumerate(prompts)
+    ]
     found = {}
     for together in (asked, asked[:1], asked[1:]):
         ids = {engine.submit(request): request.prompt[0] for request in together}
@@ -53,7 +68,7 @@ def test_what_is_asked_of_an_engine_is_divided_and_added_up():
             assert event.error is None
             of = found.setdefault((len(together), ids[event.id]), [])
             of.append((event.token and event.token.id, event.hidden is not None and event.hidden.tobytes()))
-            of += [each.tobytes() for each in event.scores[1:]] if event.scores else []
+            of += [each is not None and each.tobytes() for each in event.scores[1:]] if event.scores else []
         if together is asked:
             assert engine.pages_cached == 2 and [sum(pages.cached) for pages in engine.pages] == [1, 1]
     assert not engine.pages_held

@@ -202,9 +202,11 @@ def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout
 def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -> None:
     """Raise InputError where a layout does not divide the model or the batch in training, naming the number to change.
 
-    In inference a dimension that the layout does not divide stays whole on every device.
+    In inference the heads of queries must divide too; another dimension that the layout does not divide stays whole on
+    every device.
     """
     if kind != "train":
+        layout_choice.check_divides(layout, TRAIN, _query_heads(experiment.model))
         return
     training = experiment.training
     check_divides(layout, experiment.model)
@@ -222,6 +224,15 @@ def check_divides(layout: Layout, model: ModelConfig) -> None:
     """Raise InputError where a layout does not divide the model, as steps of training need it, naming the number to
     change."""
     layout_choice.check_divides(layout, TRAIN, divided_by_mesh(model))
+
+
+def divides_heads(layout: Layout, model: ModelConfig) -> bool:
+    """Return whether a layout divides the heads of queries, as every step needs it."""
+    return layout_choice.divides(layout, TRAIN, _query_heads(model))
+
+
+def _query_heads(model: ModelConfig) -> list[ModelSize]:
+    return [size for size in divided_by_mesh(model) if size.axis == "heads"]
 
 
 def divided_by_mesh(model: ModelConfig) -> list[ModelSize]:

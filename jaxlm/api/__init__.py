@@ -265,7 +265,7 @@ def compile(
 
     from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import batch_shards, layout_on, on_mesh, with_batch
+    from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, with_batch
     from jaxlm.costs.workload import Workload
     from jaxlm.lowering import report, targets
     from jaxlm.lowering.fit import compile_fitting
@@ -279,7 +279,9 @@ def compile(
     experiment = on_mesh(experiment, mesh)
     experiment = with_batch(experiment, batch_shards(experiment, target, workload), workload)
     layout = layout_on(experiment, target, workload)
-    if replicated := say_replicated(Workload.of(experiment, layout, workload)):
+    work = Workload.of(experiment, layout, workload)
+    check_cache(experiment, work)
+    if replicated := say_replicated(work):
         warn(replicated)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     with warnings.catch_warnings(record=True) as caught:

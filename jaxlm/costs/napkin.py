@@ -26,11 +26,15 @@ class Napkin(NamedTuple):
 
 
 def napkin(work: Workload, target: Target | None) -> Napkin:
-    """Estimate a workload; each mesh axis that shards some parameter is counted as sharding all of them."""
+    """Estimate a workload. A matrix lies on devices as it is counted to, whole where the mesh does not divide it; gains
+    and biases, which are small, as if each mesh axis that shards some parameter sharded them too."""
     each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
-    declared, base = work.parameters, work.base
-    stored = sum(math.prod(d.shape) * (work.itemsize if path in base else each) for path, d in declared.items())
-    flops, size = napkin_flops(work), stored // work.layout.over(work.rules.of_parameters)
+    shards = work.layout.over(work.rules.of_parameters)
+    stored = 0  # on so many devices together
+    for path, d in work.parameters.items():
+        numbers = shards * work.stored(d.axes, d.shape) if d.inputs else math.prod(d.shape)
+        stored += numbers * (work.itemsize if path in work.base else each)
+    flops, size = napkin_flops(work), stored // shards
     if target is None:
         return Napkin(flops, None, size)
     if work.kind == "decode":

@@ -5,6 +5,9 @@ from dataclasses import replace
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import units
+from jaxlm.core.errors import InputError
+from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
@@ -23,16 +26,33 @@ def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
     """Return the layout of a step on these chips; in inference the one that `layout_choice.inference_layout`
     chooses among those on which the step fits in memory.
 
-    Raises InputError where the mesh does not divide the chips or, in training, the model and the batch.
+    Raises InputError where the mesh does not divide the chips, the heads or, in training, the model and the batch.
     """
     if kind == "train":
         return config.layout(experiment, target.devices, kind)
     work = Workload.of(experiment, kind=kind).on(target.chip)
 
     def fits(layout: Layout) -> bool:
-        return memory(replace(work, layout=layout)).total <= target.chip.device_capacity()
+        is_divided = config.divides_heads(layout, experiment.model)
+        return is_divided and memory(replace(work, layout=layout)).total <= target.chip.device_capacity()
 
-    return inference_layout(experiment.mesh, target.devices, work.rules, fits)
+    layout = inference_layout(experiment.mesh, target.devices, work.rules, fits)
+    config.check_layout(experiment, layout, kind)
+    return layout
+
+
+def check_cache(experiment: Experiment, work: Workload) -> None:
+    """Raise InputError where inference.cache_memory does not hold one sequence of a step of inference."""
+    most = experiment.inference.settings().cache_bytes
+    if work.kind == "train" or most is None:
+        return
+    needed = kv_cache(replace(work, batch=work.batch_shards))
+    if needed > most:
+        raise InputError(
+            f"inference.cache_memory = {experiment.inference.cache_memory} does not hold one sequence of "
+            f"{work.sequence:,} tokens, which needs {units.memory(needed)} on each device: raise it, or lower "
+            f"{config.SIZE_KEYS[work.kind][1]}"
+        )
 
 
 def batch_shards(experiment: Experiment, target: Target, kind: Kind) -> int:

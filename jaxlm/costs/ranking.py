@@ -10,7 +10,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.schema import COUNT
 from jaxlm.costs.hardware.catalog import catalog
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.placement import batch_shards, layout_on, on_mesh, with_batch
+from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, with_batch
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.search import VARIED, search
 from jaxlm.costs.workload import Workload
@@ -87,7 +87,9 @@ class PlanRequest(NamedTuple):
         """Return the plan on the experiment's mesh, or those on all meshes that fit, the best first."""
         if not self.searched:
             layout = layout_on(experiment, target, self.kind)
-            return [plan(Workload.of(experiment, layout, self.kind), target)]
+            only = plan(Workload.of(experiment, layout, self.kind), target)
+            check_cache(experiment, only.work)
+            return [only]
         work = Workload.of(experiment, kind=self.kind)
         plans = search(work, target, self.fixed)
         if not plans:
@@ -96,4 +98,5 @@ class PlanRequest(NamedTuple):
                 f"no mesh of {target} holds this {self.kind} step with a batch of {work.batch} × {work.sequence} "
                 f"tokens; give more chips, or a batch that more meshes divide{free}"
             )
+        check_cache(experiment, plans[0].work)
         return plans

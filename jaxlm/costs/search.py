@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from jaxlm.config import divided_by_mesh
+from jaxlm.config import divided_by_mesh, divides_heads
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
@@ -17,12 +17,14 @@ VARIED = {"microbatches": "training.microbatches", "remat": "execution.remat"}
 
 
 def layouts(work: Workload, devices: int) -> Iterator[Layout]:
-    """Yield the layouts of a number of devices: in training those that divide the model and the batch."""
+    """Yield the layouts of a number of devices that divide the heads, and in training the model and the batch."""
     sizes = divided_by_mesh(work.model)
 
     def fits(layout: Layout) -> bool:
         rows = layout.over(work.rules.over("batch"))
-        return work.kind != "train" or (work.batch % rows == 0 and layout_choice.divides(layout, work.rules, sizes))
+        if work.kind != "train":
+            return divides_heads(layout, work.model)
+        return work.batch % rows == 0 and layout_choice.divides(layout, work.rules, sizes)
 
     return layout_choice.layouts(devices, work.rules, fits)
 

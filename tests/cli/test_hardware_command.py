@@ -71,7 +71,7 @@ def test_a_measured_machine_joins_the_catalog(capsys, quick):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["h10o"], "there is no chip 'h10o'; did you mean h100?"),
+        (["h10o"], "there is no chip 'h10o'; did you mean h100-sxm5?"),
         (["host"], "this machine is not calibrated yet; run jaxlm hardware host --measure"),
         (["l40s", "--measure"], "--measure calibrates this machine, not l40s; write host in its place"),
         (["l40s", "a10g"], "unrecognized arguments: a10g (see jaxlm --help)"),

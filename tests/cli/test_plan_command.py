@@ -284,3 +284,23 @@ def test_a_run_folder_is_a_configuration_too(tmp_path, capsys):
         assert main(["plan", str(given), "--on", "h200-sxm", "--json", "training.batch=32"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--mesh", "tensor=7"],
+            "mesh.tensor = 7 does not divide model.attention.num_heads = 32: set mesh.tensor to one",
+        ),
+        (
+            ["mesh.data=7", "inference.cache_memory=1000", "--workload=prefill"],
+            "inference.cache_memory = 1000 does not hold one sequence of 8,192 tokens, which needs 1.02 GiB on each "
+            "device: raise it, or lower inference.prompt",
+        ),
+    ],
+)
+def test_inference_that_no_engine_runs_is_refused(capsys, arguments, said):
+    assert main(["plan", str(MODELS / "llama3.1-8b.toml"), "--on", "h100:7", "--workload", "decode", *arguments]) == 2
+    out, errors = capsys.readouterr()
+    assert out == "" and errors.count("\n") == 1 and said in errors

@@ -69,7 +69,14 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
     assert config.layout(experiment, 8, "decode") == meshes.layout(4, 2, 1)
     with pytest.raises(InputError, match="the 3 rows of a microbatch"):
         config.layout(experiment, 8)
-    check_layout(experiment, meshes.layout(tensor=16), "decode")  # heads stay whole
+    check_layout(experiment, meshes.layout(fsdp=3), "decode")  # the width stays whole
+
+
+def test_every_step_asks_that_a_mesh_divides_the_heads():
+    experiment = load(SMALL, kind=None)
+    for kind in ("train", "prefill", "decode"):
+        with pytest.raises(InputError, match="mesh.tensor = 7 does not divide model.attention.num_heads = 8: set mesh"):
+            check_layout(experiment, meshes.layout(tensor=7), kind)
 
 
 def test_two_axes_cannot_both_take_the_rest():

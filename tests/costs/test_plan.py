@@ -502,6 +502,16 @@ def test_a_plan_has_the_napkin_beside_it(kind, each, shards, step_s):
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(found.work.tokens)
 
 
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("tensor", [8, 16])
+def test_the_napkin_of_inference_divides_as_the_count_does(kind, tensor):
+    """16 devices do not divide the 8 key/value heads, whose matrices stay whole."""
+    model, target = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model, Target.parse(f"h200-sxm:{tensor}")
+    found = plan(workload(kind, model, 16, 4096, layout=meshes.layout(1, 1, tensor), kernels="xla"), target)
+    assert found.napkin.memory_bytes == pytest.approx(found.memory.parameters, rel=1e-3)
+    assert (found.napkin.memory_bytes > 2 * 8_030_261_248 // tensor * 1.1) == (tensor == 16)
+
+
 def test_a_run_s_price_is_that_of_its_steps():
     target = Target.parse("h100-sxm5:8")
     work = workload("train", model_fixtures.model(), 16, 32, layout=meshes.layout(1, 8, 1), steps=1000, kernels="xla")

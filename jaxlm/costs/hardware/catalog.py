@@ -43,9 +43,8 @@ def find(id: str) -> Chip:
         return calibration.load()
     names = {alias: chip for chip in catalog().values() for alias in (chip.id, *chip.aliases)}
     if name not in names:
-        known = [*names, HOST]
-        near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-        near = near or [other for other in known if id and name in other][:1]
+        near = difflib.get_close_matches(name, [*catalog(), HOST], 1, cutoff=0.5)
+        near = near or [other for other in names if id and name in other][:1]
         raise InputError(
             f"there is no chip {id!r}; " + (f"did you mean {near[0]}?" if near else "jaxlm hardware lists them")
         )

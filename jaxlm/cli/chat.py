@@ -28,12 +28,12 @@ _COMMAND = re.compile(r"(/[A-Za-z]+)(?:\s+(.*))?", re.DOTALL)  # "/tmp/a" is a m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The conversation, and what stands before it."""
+    """Add the options of a conversation."""
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="answer prompts as messages in the model's chat template; without any, converse: each line is a message, "
-        "and /help lists commands",
+        help="treat prompts as messages in the model's chat template; without a prompt, converse: each line is a "
+        "message, and /help lists commands",
     )
     add_template_arguments(parser)
     parser.add_argument("--system", type=as_utf8, metavar="TEXT", help="system message of each conversation")
@@ -46,7 +46,7 @@ def add_template_arguments(parser: argparse.ArgumentParser) -> None:
         type=_kwargs,
         default={},
         metavar="JSON",
-        help="""variables that the chat template reads, such as '{"enable_thinking": false}'""",
+        help="""variables of the chat template, such as '{"enable_thinking": false}'""",
     )
 
 

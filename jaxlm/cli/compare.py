@@ -17,8 +17,8 @@ _COLUMNS = 6  # of losses in a table, which 80 characters hold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folders of two runs or more")
-    parser.add_argument("--png", type=path, metavar="PATH", help="draw the losses of all into one picture")
+    parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folders of two or more runs")
+    parser.add_argument("--png", type=path, metavar="PATH", help="draw the losses of all runs into one picture")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -39,7 +39,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not comparison.keys:
         print("no key differs")
     if comparison.unmeasured:
-        print(f"no losses to compare: none is on record of {', '.join(comparison.unmeasured)}")
+        has = "has" if len(comparison.unmeasured) == 1 else "have"
+        print(f"no losses are compared: {', '.join(comparison.unmeasured)} {has} none on record")
         return 0
     for name, losses in (("training", comparison.training), ("held-out", comparison.held_out)):
         _show(f"{name} loss at equal steps", "step", losses.steps, len(comparison.runs))

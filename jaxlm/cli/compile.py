@@ -28,9 +28,7 @@ _UNFUSED = "memory-bound kernels that pass arrays to one another"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_arguments(parser)
     parser.add_argument("--on", metavar="CHIPS", help="such as h200-sxm:8, tpu-v5e:16x16 or host (see jaxlm hardware)")
-    parser.add_argument(
-        "--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp, which is for training)"
-    )
+    parser.add_argument("--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (in training: all devices on fsdp)")
     parser.add_argument(
         "--fit",
         action="store_true",

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="list the configurations that come with jaxlm, whose names train, plan and compile take as CONFIG, and "
-        "model.base too",
+        help="list the configurations that come with jaxlm; train, plan and compile take their names as CONFIG, and "
+        "model.base does too",
     )
 
     parser.add_argument(

@@ -24,25 +24,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the number of sequences that are drawn together, their length and memory, and the prompts of a step."""
     parser.add_argument(
-        "--slots", type=_positive, metavar="N", help="sequences that are under way at most (inference.sequences)"
+        "--slots", type=_positive, metavar="N", help="the most sequences processed at a time (inference.sequences)"
     )
     parser.add_argument(
         "--max-context",
         type=_positive,
         metavar="N",
-        help="tokens of a sequence at most (inference.context)",
+        help="the most tokens of a sequence (inference.context)",
     )
     parser.add_argument(
         "--cache-memory",
         type=memory,
         metavar="SIZE",
-        help="memory of keys and values on each device, such as 2GiB (inference.cache_memory)",
+        help="memory for keys and values on each device, such as 2GiB (inference.cache_memory)",
     )
     parser.add_argument(
         "--chunk-tokens",
         type=_positive,
         metavar="N",
-        help="at most so many tokens of prompts in a step (inference.chunk_tokens)",
+        help="the most prompt tokens processed in a step (inference.chunk_tokens)",
     )
 
 
@@ -51,8 +51,8 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        help="what to compute in (execution.dtype; of published weights their own); auto: what is fastest here, as "
-        "measured",
+        help="the dtype of the computation (execution.dtype, or that of published weights); auto: the one measured to "
+        "be fastest here",
     )
 
 
@@ -61,7 +61,7 @@ def add_fast(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fast",
         action="store_true",
-        help="on a CPU: let a token's last bits depend on what is drawn beside it, for speed of few sequences",
+        help="on a CPU: run few sequences faster; the last bits of a result may then depend on what runs beside it",
     )
 
 

@@ -1,4 +1,4 @@
-"""Measure the loss of a trained model on its held-out text, other text or answers; or how well it does at tasks."""
+"""Measure a model: its loss on held-out text, other text or answers, or its results on tasks."""
 
 import argparse
 import json
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead.add_argument(
         "--chat",
         metavar="PATH",
-        help="conversations in its place, as data.chat has them: the loss is that on their answers",
+        help="conversations in place of text, in the format of data.chat; the loss is measured on the answers",
     )
     instead.add_argument(
         "--tasks",
         metavar="TASK[,…]",
-        help="in place of a loss: tasks of the lm-evaluation-harness, by their names or YAML files",
+        help="run tasks of the lm-evaluation-harness instead, by name or YAML file",
     )
     tasks.add_arguments(parser)
     engine.add_arguments(parser)

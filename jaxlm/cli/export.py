@@ -13,9 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", type=path, metavar="RUN", help="folder of a run, a Hugging Face directory, or hf:ORG/NAME"
     )
-    parser.add_argument("folder", type=path, metavar="HF_DIR", help="the Hugging Face directory, which is made")
+    parser.add_argument("folder", type=path, metavar="HF_DIR", help="the Hugging Face directory to create")
     parser.add_argument(
-        "--adapter", action="store_true", help="of a run with [lora]: its adapters alone, as a PEFT directory"
+        "--adapter", action="store_true", help="write only the adapters of a run with [lora], as a PEFT directory"
     )
     trained.add_checkpoint(parser)
 

@@ -1,6 +1,6 @@
 """Continue prompts with a trained model, or converse with it.
 
-Without a prompt each line of standard input is one, continued as it is read; at a terminal Ctrl-D ends it.
+Without --prompt each line of standard input is a prompt, continued as it is read; at a terminal Ctrl-D ends this.
 """
 
 import argparse
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 # Type, metavar and explanation of each option that says how a token is drawn: fields of Sampling.
 _SAMPLING = {
-    "temperature": (float, "X", "0 takes the likeliest (1)"),
-    "top_k": (int, "K", "draw among the K likeliest"),
-    "top_p": (float, "P", "draw among the fewest that hold P of the probability"),
-    "min_p": (float, "P", "draw among those at least P times as likely as the likeliest"),
-    "repetition_penalty": (float, "R", "divide positive logits of tokens before by R, multiply others (1)"),
-    "presence_penalty": (float, "X", "subtract X from logits of tokens drawn before (0)"),
-    "frequency_penalty": (float, "X", "subtract X for each time that a token was drawn (0)"),
+    "temperature": (float, "X", "randomness; 0 always takes the likeliest token (1)"),
+    "top_k": (int, "K", "draw from the K likeliest tokens"),
+    "top_p": (float, "P", "draw from the fewest tokens whose probabilities add up to P"),
+    "min_p": (float, "P", "draw from the tokens at least P times as likely as the likeliest"),
+    "repetition_penalty": (
+        float,
+        "R",
+        "for tokens that occurred: divide positive logits by R, multiply negative ones (1)",
+    ),
+    "presence_penalty": (float, "X", "subtract X from the logits of tokens drawn before (0)"),
+    "frequency_penalty": (float, "X", "subtract X from a token's logit for each time it was drawn (0)"),
 }
 
 
@@ -41,20 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"at most this many for each ({MAX_TOKENS}, of answers {MAX_ANSWER_TOKENS}, or fewer where the "
-        "context ends before)",
+        help=f"the most tokens to generate for each prompt ({MAX_TOKENS}, for an answer {MAX_ANSWER_TOKENS}; fewer "
+        "where the context ends)",
     )
     parser.add_argument(
-        "--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)"
+        "--num-samples", type=int, default=1, metavar="N", help="continuations to draw for each prompt (%(default)s)"
     )
     parser.add_argument(
-        "--stop", action="append", type=as_utf8, default=[], metavar="TEXT", help="end a continuation before this text"
+        "--stop",
+        action="append",
+        type=as_utf8,
+        default=[],
+        metavar="TEXT",
+        help="stop before this text; may be given several times",
     )
     for name, (kind, metavar, explanation) in _SAMPLING.items():
         parser.add_argument(_option(name), type=kind, metavar=metavar, help=explanation)
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="another seed draws another text (%(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random draws (%(default)s)")
     engine.add_arguments(parser)
 
 

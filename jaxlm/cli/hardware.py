@@ -1,7 +1,7 @@
 """Show the catalog of chips, or every figure of one chip; measure this machine.
 
-In the table every rate is per chip: peak is of dense bfloat16 products, FLOP/byte is the intensity above which they are
-bound by compute, link is one-way to the other chips of the domain.
+Rates in the table are per chip: TFLOP/s of dense bfloat16 products; FLOP/byte is the arithmetic intensity above which
+these are bound by compute; link is the one-way rate to the other chips of a node or pod.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from jaxlm.cli.paths import path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=path, metavar="MODEL", help="a Hugging Face directory, or hf:ORG/NAME[@REVISION]")
-    parser.add_argument("run", type=path, metavar="RUN", help="the folder of a run, which is made")
+    parser.add_argument("run", type=path, metavar="RUN", help="the folder of the run to create")
 
 
 def main(arguments: argparse.Namespace) -> int:

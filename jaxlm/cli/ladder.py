@@ -33,7 +33,7 @@ def show(rungs: dict[str, Any]) -> None:
 
 
 def _explained(rungs: dict[str, Any]) -> Iterator[str]:
-    """Yield the causes of the gap, and why a measured step is not between the ends of what was counted."""
+    """Yield the causes of the gap, and by how much a measured step lies outside the counted bounds."""
     step_s, gap, bracket = rungs["measured"]["step_s"], rungs["gap"], rungs["counted"]["step_s"]
     if rungs["napkin"]["step_s"] is not None and gap:
         causes = [
@@ -41,13 +41,13 @@ def _explained(rungs: dict[str, Any]) -> Iterator[str]:
             for name, s in gap.items()
             if abs(s) >= _SMALL * step_s
         ]
-        yield f"from the napkin's step to the measured one: {', '.join(causes)}"
+        yield f"the measured step differs from the napkin's by: {', '.join(causes)}"
     if rungs["inside"] is not False:
         return
     lower, upper = bracket
     if step_s < lower:
-        yield f"a step took {step_s / lower:.2f} times the least that was counted"
+        yield f"a step took {step_s / lower:.2f} times the counted lower bound"
         return
     others = rungs["measured"]["other_load"] or 0.0
-    why = f", while other programs kept {others:.0%} of this machine busy" if others >= _BUSY else ""
-    yield f"a step took {step_s / upper:.2f} times the most that was counted{why}"
+    why = f"; meanwhile other programs used {others:.0%} of this machine" if others >= _BUSY else ""
+    yield f"a step took {step_s / upper:.2f} times the counted upper bound{why}"

@@ -1,6 +1,7 @@
-"""Count what a step costs on chips that need not be here: FLOPs, memory, time, money and energy.
+"""Predict what a step costs on chips that need not be present: FLOPs, memory, time, money and energy.
 
-Time is a bracket: everything overlapped and fused below, nothing above; rates and prices are at its geometric middle.
+Time has a lower bound, with everything overlapped and fused, and an upper one, with nothing; the expected time, which
+gives rates and prices, is their geometric mean.
 """
 
 import argparse
@@ -38,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXIS=N,…",
-        help="such as fsdp=8,tensor=2 (all devices on fsdp, which is for training); auto ranks those that fit, with "
-        "the microbatches and rematerialisation that key=value does not give",
+        help="such as fsdp=8,tensor=2 (in training: all devices on fsdp); auto ranks the meshes that fit, with their "
+        "best microbatches and rematerialisation unless key=value sets these",
     )
     parser.add_argument(
-        "--plot", type=path, metavar="FILE", help="draw the roofline and the memory, of the best of several, into FILE"
+        "--plot", type=path, metavar="FILE", help="draw roofline and memory of the (best) plan into FILE"
     )
-    parser.add_argument("--check", action="store_true", help="hold the cost model against published figures instead")
+    parser.add_argument("--check", action="store_true", help="compare the cost model with published figures instead")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -155,23 +156,22 @@ def _show(plan: "Plan") -> None:
         "time, napkin",
         f"{units.seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",
     )
+    bounds = f"{units.seconds(time.lower_bound)} to {units.seconds(time.upper_bound)}"
     table.add(
         "time",
-        f"{units.seconds(time.lower_bound)} to {units.seconds(time.upper_bound)}: "
-        f"compute {units.seconds(time.compute)}, memory {units.seconds(time.memory)}, "
-        f"collectives {units.seconds(time.collectives)}; bound by {time.bound_by}",
+        f"{units.seconds(time.expected)} a step, within {bounds}: compute {units.seconds(time.compute)}, "
+        f"memory {units.seconds(time.memory)}, collectives {units.seconds(time.collectives)}; bound by {time.bound_by}",
     )
     each = plan.tokens_per_s / plan.target.devices
     # More than the peak is nothing wrong: kernels skip scores that nobody sees, and attention counts whole.
     of = "model FLOPs" if plan.mfu <= 1 else "model FLOPs, with scores that kernels skip"
     table.add("rate", f"{plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device, {plan.mfu:.1%} MFU ({of})")
-    table.add(
-        "price",
-        f"{units.or_dash(plan.usd_per_million_tokens, '{:.3g}'.format)} $ per million tokens, "
-        f"{units.or_dash(plan.joules_per_token, '{:.3g}'.format)} J per token",
-    )
+    unknown = f"{plan.target.chip.id} has no published"
+    usd, joules = plan.usd_per_million_tokens, plan.joules_per_token
+    table.add("price", f"{unknown} price" if usd is None else f"${usd:.3g} per million tokens")
+    table.add("energy", f"{unknown} power" if joules is None else f"{joules:.3g} J per token")
     if work.kind == "train" and work.steps > 1:
-        paid = "" if plan.usd_per_run is None else f", {plan.usd_per_run:,.2f} $"
+        paid = "" if plan.usd_per_run is None else f", ${plan.usd_per_run:,.2f}"
         table.add("run", f"{work.steps:,} steps in {units.seconds(plan.run_s)}{paid}")
     elif work.kind == "prefill":
         table.add("first token", f"after {units.seconds(time.expected)}")
@@ -179,6 +179,6 @@ def _show(plan: "Plan") -> None:
         table.add("each token", f"{units.seconds(time.expected)}, {row['kv_bytes_per_token']:,} bytes of cache")
     if "critical_batch" in row:
         batch = row["critical_batch"]
-        said = "at no batch: the caches outgrow the FLOPs" if batch is None else f"from a batch of {batch:,}"
-        table.add("bound by compute", said)
+        never = "at no batch size: reading the caches always takes longer than computing"
+        table.add("compute-bound", never if batch is None else f"from a batch of {batch:,}")
     table.print()

@@ -24,6 +24,14 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
+def saying(doing: str) -> Iterator[None]:
+    """Print a line about what is being done, and show it on a terminal for the length of a block."""
+    with working(doing) as say:
+        say(f"jaxlm: {doing} …")
+        yield
+
+
+@contextmanager
 def working(doing: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is being done for the length of a block, and yield a function that prints a line."""
     console = Console(stderr=True, highlight=False)

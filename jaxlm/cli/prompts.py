@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--prompts",
         type=path,
         metavar="FILE",
-        help="a text to continue in each line, or in each record's prompt of a .jsonl file, or with --chat its "
+        help="a file with a prompt in each line, or a .jsonl file whose records have a prompt or, with --chat, "
         "messages; - is standard input",
     )
 

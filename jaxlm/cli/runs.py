@@ -1,6 +1,6 @@
 """List runs: state, step, losses and age, and the family of published weights.
 
-step is the last on record of all; checkpoint is the step that the run would resume from.
+"step" is the last recorded step and the planned number of steps; "checkpoint" is the step from which the run resumes.
 """
 
 import argparse

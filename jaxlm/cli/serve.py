@@ -1,6 +1,7 @@
-"""Serve a model over HTTP, as clients of OpenAI's API speak it.
+"""Serve a model over HTTP, for clients of OpenAI's API.
 
-It listens once all programs are compiled. SIGTERM or Ctrl-C lets it finish what it has taken; a second one ends it.
+The server listens once its programs are compiled. SIGTERM or Ctrl-C lets running requests finish; a second one stops at
+once.
 """
 
 import argparse
@@ -36,11 +37,11 @@ _SAME = ("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {
-    "max-queued": (int, "N", 1024, "at most so many texts that wait; more are told to come again (%(default)s)"),
-    "max-queued-tokens": (int, "N", 4_000_000, "at most so many tokens of their prompts (%(default)s)"),
-    "max-body": (engine.memory, "SIZE", "8MiB", "the largest body of a request (%(default)s)"),
-    "max-seconds": (float, "S", 3600.0, "the longest that a request may take (%(default)s)"),
-    "stalled-seconds": (float, "S", 60.0, "the longest that a step may take before /health fails (%(default)s)"),
+    "max-queued": (int, "N", 1024, "the most requests that wait; further ones get status 429 (%(default)s)"),
+    "max-queued-tokens": (int, "N", 4_000_000, "the most prompt tokens of waiting requests (%(default)s)"),
+    "max-body": (engine.memory, "SIZE", "8MiB", "the largest request body (%(default)s)"),
+    "max-seconds": (float, "S", 3600.0, "the longest time a request may take (%(default)s)"),
+    "stalled-seconds": (float, "S", 60.0, "the longest time a step may take before /health fails (%(default)s)"),
 }
 
 
@@ -50,27 +51,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen on (%(default)s: this machine alone)"
     )
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="(%(default)s; 0: any that is free)")
-    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (that of its folder)")
     parser.add_argument(
-        "--api-key-file", type=path, metavar="FILE", help="keys, one a line, one of which each request must show"
+        "--port", type=int, default=8000, metavar="N", help="the port to listen on (%(default)s; 0: any free one)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="the name by which clients ask for the model (its folder's)")
+    parser.add_argument(
+        "--api-key-file",
+        type=path,
+        metavar="FILE",
+        help="a file of API keys, one per line; each request must carry one of them",
     )
     chat.add_template_arguments(parser)
     for name, (kind, metavar, default, explanation) in _LIMITS.items():
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=explanation)
     parser.add_argument(
-        "--drain-seconds", type=float, default=30.0, metavar="S", help="to finish requests in at the end (%(default)s)"
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time for running requests to finish at the end (%(default)s)",
     )
     parser.add_argument(
         "--process",
         metavar="INDEX/COUNT@HOST:PORT",
-        help="which process of a job this is, all of whose devices serve one model, and where process 0 meets the "
-        "others (Slurm, Open MPI and Cloud TPU say so); process 0 serves",
+        help="this process's place in a job of several, whose devices serve one model together, and the address of "
+        "process 0, which listens (set by Slurm, Open MPI and Cloud TPU themselves)",
     )
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="refuse to serve where a text's numbers depend, in any bit, on what is served beside it",
+        help="refuse to start where any bit of a result could depend on the requests served beside it",
     )
 
 
@@ -110,9 +120,9 @@ def _load(arguments: argparse.Namespace) -> "LoadedModel":
 
 def _progress(is_quiet: bool) -> "Progress":
     """Return what shows the progress of compiling."""
-    from jaxlm.cli.progress import working
+    from jaxlm.cli.progress import saying
 
-    return nullcontext if is_quiet else working
+    return nullcontext if is_quiet else saying
 
 
 def _follow(arguments: argparse.Namespace) -> int:

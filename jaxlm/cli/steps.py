@@ -16,11 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=path,
         metavar="CONFIG",
-        help="a TOML file (one with [model] alone will do) or a RUN; where there is no such path, the name of a "
-        "configuration that comes with jaxlm, such as llama3.1-8b (jaxlm config --list)",
+        help="a TOML file ([model] alone is enough), a RUN, or the name of a configuration that comes with jaxlm, such "
+        "as llama3.1-8b (jaxlm config --list)",
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.batch=512")
-    parser.add_argument("--workload", choices=("train", "prefill", "decode"), default="train", help="the step (train)")
+    parser.add_argument(
+        "--workload", choices=("train", "prefill", "decode"), default="train", help="the kind of step (train)"
+    )
 
 
 def require(command: str, arguments: argparse.Namespace) -> None:

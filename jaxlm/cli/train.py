@@ -1,4 +1,4 @@
-"""Train a model as a TOML file says; started again, it resumes where it left off."""
+"""Train the model that a TOML file describes. The same command resumes a run that was stopped."""
 
 import argparse
 from functools import partial
@@ -23,24 +23,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--continue-with-changes",
         action="store_true",
-        help="resume RUN also with keys that make another run; its history.jsonl says from which step",
+        help="resume RUN although settings changed that decide what is learned; its history.jsonl records from which "
+        "step",
     )
-    parser.add_argument("--profile", metavar="START:STOP", help="trace the steps from START to before STOP, for XProf")
     parser.add_argument(
-        "--max-hours", type=float, metavar="X", help="stop with a checkpoint before this start has lasted X hours"
+        "--profile", metavar="START:STOP", help="profile the steps from START up to STOP - 1, for XProf"
+    )
+    parser.add_argument(
+        "--max-hours", type=float, metavar="X", help="write a checkpoint and stop before X hours have passed"
     )
     parser.add_argument(
         "--from",
         dest="start_from",
         type=path,
         metavar="MODEL",
-        help="begin with the weights and tokenizer of a run, a Hugging Face directory or hf:ORG/NAME; CONFIG needs no "
-        "[model]",
+        help="start from the weights and tokenizer of a run, a Hugging Face directory or hf:ORG/NAME; CONFIG then "
+        "needs no [model]",
     )
     parser.add_argument(
         "--process",
         metavar="INDEX/COUNT@HOST:PORT",
-        help="which process of a job this is, and where process 0 listens (Slurm, Open MPI and Cloud TPU say so)",
+        help="this process's place in a job of several, and the address of process 0 (set by Slurm, Open MPI and Cloud "
+        "TPU themselves)",
     )
 
 

@@ -25,11 +25,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def add_checkpoint(parser: ArgumentParser) -> None:
     """Add the choice of a checkpoint, and of its weights or their average."""
     parser.add_argument(
-        "--checkpoint", choices=("newest", "best"), default="newest", help="the newest, or lowest in held-out loss"
+        "--checkpoint",
+        choices=("newest", "best"),
+        default="newest",
+        help="the newest checkpoint, or the one with the lowest held-out loss (newest)",
     )
-    parser.add_argument(
-        "--ema", action="store_true", help="the moving average of the weights (training.ema_decay) in their place"
-    )
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (training.ema_decay)")
 
 
 _READ = ("model", "mesh", "execution.dtype", "execution.kernels")  # sections and keys that every command reads

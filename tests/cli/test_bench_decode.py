@@ -1,12 +1,14 @@
 """`jaxlm bench decode`: the time of a token beside that of reading what it needs."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import meshes
 import pytest
 
 from jaxlm.cli import main
+from jaxlm.cli.bench import decode
 from jaxlm.inference import measured
 
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
@@ -51,3 +53,18 @@ def test_each_length_is_measured_beside_what_is_read(capsys, tmp_path, monkeypat
 def test_what_cannot_be_measured_is_one_line(arguments, why, capsys):
     _, error = said(capsys, STORIES, *arguments, status=2)
     assert why in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"context": [20]}, {"steps": 3}, {"blocks": 2}], ids=str)
+@pytest.mark.parametrize("longest", [32, 64, 128, 256, 512, 8192])
+def test_sizes_that_are_not_given_fit_into_the_context(given, longest):
+    none = {"context": None, "blocks": None, "steps": None}
+    contexts, blocks, steps = decode._fitting(Namespace(**none | given), longest)
+    assert max(contexts) + (blocks + 1) * steps + 1 <= longest
+    assert {"context": contexts, "blocks": blocks, "steps": steps} | given == {
+        "context": contexts,
+        "blocks": blocks,
+        "steps": steps,
+    }
+    if longest == 8192 and not given:
+        assert (contexts, blocks, steps) == ([500], 12, 10)

@@ -80,6 +80,27 @@ def test_the_name_of_a_control_token_in_stop_ends_an_answer(model, answering, ca
     assert said(capsys, model, "--prompt", "Hi", "--stop", "<s>", "--max-tokens", 9).out == "One\n"
 
 
+def test_commands_are_no_messages(model, answering, monkeypatch, capsys):
+    answer, asked = answering
+    for text in ("One.", "Two.", "Path.", "Slash."):
+        answer(text, END_OF_TURN)
+    lines = ["Hi", "/help", "/system", "/rest", "/what is it", "/system Be odd.", "/system", "Hi", "/tmp/a is", " /no"]
+    typed(monkeypatch, *lines, "/exit", "never read")
+    out, error = said(capsys, model)
+    assert out == "One.\nTwo.\nPath.\nSlash.\n"
+    assert [text.partition("user: ")[2].partition("|")[0] for text, _, _ in asked] == ["Hi", "Hi", "Hi", "Hi"]
+    assert asked[1][0] == " system: Be odd.| user: Hi| assistant: "
+    assert "user: /tmp/a is|" in asked[2][0] and "user:  /no|" in asked[3][0]
+    helped, rest = error.splitlines()[:4], error.splitlines()[4:]
+    assert [line.split()[0] for line in helped] == ["/help", "/reset", "/system", "/exit"]
+    assert rest == [
+        "there is no system message; /system TEXT sets one",
+        "jaxlm: there is no command /rest; did you mean /reset? (a space before it makes it a message)",
+        "jaxlm: there is no command /what; /help lists them (a space before it makes it a message)",
+        "Be odd.",
+    ]
+
+
 def test_an_answer_that_is_ended_stays_and_what_is_refused_does_not(model, answering, monkeypatch, capsys):
     answer, asked = answering
     answer("Once upon", KeyboardInterrupt())

@@ -47,3 +47,25 @@ def test_a_line_says_what_is_learned_and_how_often_it_was_read(monkeypatch):
     Bar(1).advance(1, metrics)
     learned = "2,000 tokens/s, 150 of them learned"
     assert out.getvalue() == f"step 1: loss 0.5000 · accuracy 75.0% · margin 0.2000 · epoch 1.3 · {learned}\n"
+
+
+def test_a_resumed_run_begins_its_bar_at_its_step(monkeypatch):
+    """The steps before are no measure of the time left."""
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=io.StringIO(), force_terminal=True, width=100))
+    with Bar(1000) as bar:
+        bar.begin(900)
+        (task,) = bar._bar.tasks
+        assert (task.completed, task.total, task.speed) == (900, 1000, None)
+        for step in (901, 902, 903):
+            bar.advance(step, None)
+        assert task.completed == 903 and sum(sample.completed for sample in task._progress) == 3
+
+
+def test_what_is_compiled_is_said_in_a_line(monkeypatch):
+    for terminal in (False, True):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=terminal, width=100, highlight=False)
+        monkeypatch.setattr(progress, "Console", lambda console=console, **_: console)
+        with progress.saying("compiling 7 programs"):
+            pass
+        assert "jaxlm: compiling 7 programs …\n" in out.getvalue()

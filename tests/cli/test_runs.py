@@ -127,7 +127,7 @@ def test_what_is_equal_or_missing_is_said(make, capsys):
     assert "held-out loss at equal steps: no step has one in every run" in apart
     nothing = printed(capsys, "compare", make("e"), make("f", step=0), make("g", step=0))
     (last,) = re.findall("^no losses.*", nothing, re.M)
-    assert re.fullmatch("no losses to compare: none is on record of [^ ]*f, [^ ]*g", last)
+    assert re.fullmatch("no losses are compared: [^ ]*f, [^ ]*g have none on record", last)
     assert "at equal steps" not in nothing
 
 

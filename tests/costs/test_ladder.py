@@ -106,9 +106,9 @@ def test_a_machine_that_is_not_known_still_has_flops_and_memory(monkeypatch, tmp
 
 def test_other_programs_are_named_where_they_explain_a_slow_step(on_this_machine, capsys):
     upper = on_this_machine.time.upper_bound
-    for load, said in ((0.4, ", while other programs kept 40% of this machine busy"), (0.02, ""), (None, "")):
+    for load, said in ((0.4, "; meanwhile other programs used 40% of this machine"), (0.02, ""), (None, "")):
         show(ladder(on_this_machine, metrics(2 * upper), load))
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last == f"a step took 2.00 times the most that was counted{said}"
+        assert last == f"a step took 2.00 times the counted upper bound{said}"
     show(ladder(on_this_machine, metrics((on_this_machine.time.lower_bound + upper) / 2)))
     assert "times the" not in capsys.readouterr().err

@@ -1,8 +1,7 @@
-"""Measure decoding: the time of one token of each of so many sequences, beside what must be read for it.
+"""Measure decoding: the time of a step, in which each sequence gets one token, beside the time to read its bytes.
 
-Prompts are random tokens; blocks of steps are timed after one that is not, and the median is shown. Beside it stands
-the time in which the counted least bytes of the step can be read, at the bandwidth of a sum over a large array, which
-is measured first.
+Prompts are random tokens. Blocks of steps are timed after a warm-up block, and the median is shown. The bytes are the
+least that a step must read, as counted; the bandwidth is that of summing a large array, measured first.
 """
 
 import argparse
@@ -20,15 +19,15 @@ _SIZES = {"context": 500, "blocks": 12, "steps": 10}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
-    parser.add_argument("--rows", type=_numbers, default=[1, 8], metavar="N,…", help="sequences (1,8)")
+    parser.add_argument("--rows", type=_numbers, default=[1, 8], metavar="N,…", help="sequences decoded together (1,8)")
     parser.add_argument(
         "--context",
         type=_numbers,
         metavar="N,…",
         help=f"tokens of each prompt ({_SIZES['context']}, or what a shorter context leaves)",
     )
-    parser.add_argument("--blocks", type=int, metavar="N", help=f"of steps ({_SIZES['blocks']}, or fewer)")
-    parser.add_argument("--steps", type=int, metavar="N", help=f"of a block ({_SIZES['steps']}, or fewer)")
+    parser.add_argument("--blocks", type=int, metavar="N", help=f"blocks to time ({_SIZES['blocks']}, or fewer)")
+    parser.add_argument("--steps", type=int, metavar="N", help=f"steps of a block ({_SIZES['steps']}, or fewer)")
     engine.add_dtype(parser)
     engine.add_fast(parser)
     out.add_arguments(parser)

@@ -1,9 +1,8 @@
-"""Measure a server under a load, beside what its chips allow at best.
+"""Measure a server under load, beside the best that its chips allow.
 
-The server is started on this machine for MODEL, with an engine of the sizes that are given, or is one that runs already
-(--url), of any kind that speaks OpenAI's API. The load is of random tokens, as many at a time as --concurrency says or
-at random times of a mean --rate; nothing is downloaded. The bounds are the lower ones of `jaxlm plan`, for the chips in
---on.
+A server for MODEL is started on this machine, or --url names a running one, of any kind that has OpenAI's API. Requests
+are random tokens, --concurrency at a time or at random times with a mean --rate; nothing is downloaded. The bounds are
+the lower bounds of `jaxlm plan` for the chips of --on.
 """
 
 import argparse
@@ -31,44 +30,53 @@ if TYPE_CHECKING:
 _LOADS = ("random", "shared-prefix")
 _PREFIX = 0.75  # of a prompt, where its prefix is shared and no length is given
 _CONCURRENCY = 8
+_INPUT, _OUTPUT = 128, 32  # mean tokens of a prompt and of what follows
 _SHOWN = 8  # errors in the figures
 _LABELS = {"ttft": "to the first token", "tpot": "per later token", "itl": "between parts", "e2el": "whole text"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=path, metavar="MODEL", help="that is served: as for jaxlm serve")
+    parser.add_argument("run", type=path, metavar="MODEL", help="the model to serve, as for jaxlm serve")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as execution.dtype=float32")
-    parser.add_argument("--url", help="of a server of MODEL that runs (one is started on this machine)")
-    parser.add_argument("--name", help="the model's name there (the first in /v1/models)")
-    parser.add_argument("--api-key-file", type=path, metavar="FILE", help="a file with the key to show")
-    parser.add_argument("--load", choices=_LOADS, default="random", help="whether prompts begin alike (%(default)s)")
+    parser.add_argument("--url", help="the address of a running server of MODEL (default: start one here)")
+    parser.add_argument("--name", help="the model's name on that server (the first in /v1/models)")
+    parser.add_argument("--api-key-file", type=path, metavar="FILE", help="a file with the API key to send")
+    parser.add_argument(
+        "--load",
+        choices=_LOADS,
+        default="random",
+        help="random prompts, or prompts that share a beginning (%(default)s)",
+    )
     for name, default, explanation in (
-        ("requests", 100, "that are measured"),
-        ("input-tokens", 128, "of a prompt, on average"),
-        ("output-tokens", 32, "of what follows, on average"),
-        ("seed", 0, "of the load's random numbers"),
+        ("requests", 100, "requests to measure"),
+        ("seed", 0, "seed of the random requests"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{explanation} (%(default)s)")
     for name, explanation in (
-        ("prefix-tokens", f"that are shared ({_PREFIX:g} of --input-tokens)"),
-        ("prefixes", "different ones (4)"),
-        ("concurrency", f"requests under way at most ({_CONCURRENCY}; with --rate, any number)"),
-        ("warm-up", "requests before those that are measured (as many as --concurrency)"),
+        ("input-tokens", f"mean tokens of a prompt ({_INPUT}, or half of a shorter context)"),
+        ("output-tokens", f"mean tokens to generate ({_OUTPUT}, or an eighth of a shorter context)"),
+        ("prefix-tokens", f"tokens of a shared beginning ({_PREFIX:g} of --input-tokens)"),
+        ("prefixes", "number of different beginnings (4)"),
+        ("concurrency", f"the most requests at a time ({_CONCURRENCY}; with --rate, any number)"),
+        ("warm-up", "unmeasured requests before (as many as --concurrency)"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=explanation)
     parser.add_argument(
-        "--spread", type=float, default=0.0, metavar="X", help="lengths are from 1 - X to 1 + X of their means (0)"
+        "--spread", type=float, default=0.0, metavar="X", help="lengths vary from 1 - X to 1 + X times their means (0)"
     )
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, at random times")
+    parser.add_argument("--rate", type=float, metavar="R", help="mean requests per second, at random times")
     parser.add_argument(
-        "--burstiness", type=float, metavar="G", help="of the times: 1 as a Poisson process, less in bursts (1)"
+        "--burstiness",
+        type=float,
+        metavar="G",
+        help="spacing of the random times: 1 is a Poisson process, less comes in bursts (1)",
     )
     parser.add_argument(
         "--goodput",
         nargs="+",
         default=[],
         metavar="METRIC:MS",
-        help="what a good request has, such as ttft:500 tpot:50",
+        help="limits of a good request, such as ttft:500 tpot:50",
     )
     engine.add_sizes(parser)
     engine.add_fast(parser)
@@ -81,13 +89,14 @@ def main(arguments: argparse.Namespace) -> int:
         raise InputError(f"jaxlm bench serve needs the packages of a server: {install('serve')}")
     from jaxlm import config
 
-    load, goodput, key = _load(arguments), _goodput(arguments.goodput), _key(arguments.api_key_file)
+    goodput, key = _goodput(arguments.goodput), _key(arguments.api_key_file)
     if arguments.url is None and (arguments.name or key):
         raise InputError("--name and --api-key-file are of a server that runs: add --url")
     if arguments.url is not None and (given := engine.options(arguments)):
         raise InputError(f"{given[0]} is of a server that is started: leave out --url")
     out.check(arguments)
     experiment = config.load(arguments.run, arguments.overrides, "decode")
+    load = _load(arguments, experiment.model.context_length)
     if load.longest > experiment.model.context_length + 1:
         raise InputError(
             f"texts of up to {load.longest} tokens exceed model.context_length = {experiment.model.context_length}; "
@@ -189,8 +198,9 @@ def _bounds(on: str | None, experiment: "Experiment", load: "Load", concurrency:
         return None
 
 
-def _load(arguments: argparse.Namespace) -> "Load":
-    """Return the load. Raises InputError for options that do not go together, or mean nothing."""
+def _load(arguments: argparse.Namespace, context: int) -> "Load":
+    """Return the load, for a model of this context length. Raises InputError for options that do not go together, or
+    mean nothing."""
     from jaxlm.server.load.workload import Load
 
     shared = arguments.load == "shared-prefix"
@@ -202,13 +212,18 @@ def _load(arguments: argparse.Namespace) -> "Load":
     if concurrency is None and arguments.rate is None:
         concurrency = _CONCURRENCY
     warm_up = (concurrency or _CONCURRENCY) if arguments.warm_up is None else arguments.warm_up
-    prefix = round(_PREFIX * arguments.input_tokens) if arguments.prefix_tokens is None else arguments.prefix_tokens
+    input_tokens, output_tokens = arguments.input_tokens, arguments.output_tokens
+    if input_tokens is None:
+        input_tokens = max(1, min(_INPUT, context // 2))
+    if output_tokens is None:
+        output_tokens = max(1, min(_OUTPUT, context // 8))
+    prefix = round(_PREFIX * input_tokens) if arguments.prefix_tokens is None else arguments.prefix_tokens
     return Load(
         kind=arguments.load,
         requests=arguments.requests,
         warm_up=warm_up,
-        input_tokens=arguments.input_tokens,
-        output_tokens=arguments.output_tokens,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
         spread=arguments.spread,
         prefix_tokens=prefix if shared else 0,
         prefixes=(arguments.prefixes if arguments.prefixes is not None else 4) if shared else 1,

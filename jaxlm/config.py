@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, create_model
 
-from jaxlm.core import bundled, toml
+from jaxlm.core import bundled, plugins, toml
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.moved_keys import former, with_present_keys
+from jaxlm.core.plugins import Plugin
 from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.families import hub
@@ -39,7 +40,28 @@ _UNSAFE = re.compile(r"[^\w.,=+-]", re.ASCII)
 _LONGEST = 100
 
 
-class Experiment(RunConfig):
+def _listed(names: Any) -> Any:
+    return (names,) if isinstance(names, str) else names
+
+
+# A key named as a keyword of Python is.
+_Plugins = create_model(
+    "_Plugins",
+    __base__=Section,
+    **{
+        "import": (
+            Annotated[tuple[str, ...], BeforeValidator(_listed)],
+            Field(
+                (),
+                description="Plug-ins, which register parts: names of modules, and paths of .py files relative to this "
+                "file. A run records each with a digest of its source.",
+            ),
+        )
+    },
+)
+
+
+class Experiment(RunConfig, _Plugins):
     """One training run, whole: also how the devices are factored that it runs on, and the sizes of inference."""
 
     inference: InferenceConfig
@@ -67,14 +89,15 @@ def load(
     `model` is it, and where it has no data.tokenizer, `tokenizer`. Keys of earlier versions are refused, but for those
     that a run folder keeps. Raises InputError, in one line.
     """
-    path = _found(path)
-    values = _read(path)
+    path, is_record = _found(path)
+    values, plugged = _read(path), list[Plugin]()
+    _import(values, path, is_record, plugged)
     if path.name == PUBLISHED and kind in ("prefill", "decode") and (dtype := config_dtype(read_json(path))):
         values["execution"] = {"dtype": dtype}
     if RunPaths(path.parent).are_of_a_run and path.name == RunPaths(path.parent).config.name:
         values = with_present_keys(values)
     if isinstance(values.get("model"), dict):
-        values["model"] = _on_its_base(values["model"], (path,))
+        values["model"] = _on_its_base(values["model"], (path,), plugged)
     if model is not None:
         values.setdefault("model", model)
     if tokenizer is not None and isinstance(values.setdefault("data", {}), dict):
@@ -83,6 +106,9 @@ def load(
     has_model = "model" in values
     for override in overrides:
         _set(values, override)
+    if "import" in overridden(overrides):
+        raise InputError("import names plug-ins in a file; here give --import MODULE")
+    values["import"] = [*dict.fromkeys(map(str, (*plugged, *plugins.of_command())))]
     _refuse_sizes_of_training(overridden(overrides), kind)
     _leave_other_kinds(values, file, set(overridden(overrides)))
     filled = _fill(values)
@@ -92,7 +118,31 @@ def load(
         example = "" if has_model else "; jaxlm config --example prints a whole file"
         raise InputError(f"{path}: {explain(error, Experiment, values, filled)}{example}") from None
     _check(experiment, kind)
+    if installed := plugins.installed_of(type(section).__module__ for section in _sections(experiment)):
+        named = [*dict.fromkeys((*values["import"], *map(str, installed)))]
+        return experiment.model_copy(update={"import": tuple(named)})
     return experiment
+
+
+def _import(values: dict[str, Any], path: Path, is_record: bool, plugged: list[Plugin]) -> None:
+    """Import the plug-ins that a file names, and add them to `plugged`. Raises InputError."""
+    plugins.load_installed()
+    names = _listed(values.pop("import", ()))
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise InputError(f'{path}: import = {names!r} must be a list of names, such as ["mine.py"]')
+    is_record = is_record or plugins.in_folder_of_model(path) is not None
+    for name in names:
+        of = path.parent if path.parent.name else path
+        plugged.append(plugins.load_recorded(name, of) if is_record else plugins.load(name, path.parent, str(path)))
+
+
+def _sections(section: Section) -> Iterator[Section]:
+    """Yield a section and those inside it."""
+    yield section
+    for value in section.__dict__.values():
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Section):
+                yield from _sections(inner)
 
 
 def resolved(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -307,24 +357,25 @@ def _refuse_sizes_of_training(keys: Iterable[str], kind: Kind | None) -> None:
             raise InputError(said)
 
 
-def _found(name: str | Path, folder: Path = Path()) -> Path:
-    """Return the file of a configuration by a path in `folder`, a name, or that of a model of the Hub. A run folder, a
-    Hugging Face directory or a GGUF file holds one; raise InputError for another folder."""
+def _found(name: str | Path, folder: Path = Path()) -> tuple[Path, bool]:
+    """Return the file of a configuration by a path in `folder`, a name, or that of a model of the Hub; and whether it
+    is the record of a model. A run folder, a Hugging Face directory or a GGUF file holds one; raise InputError for
+    another folder."""
     if hub.is_name(name):
-        return hub.fetch(name) / PUBLISHED
+        return hub.fetch(name) / PUBLISHED, True
     path = bundled.find(name, folder)
     if is_gguf(path):
         from jaxlm.families.gguf.model import unpacked
 
-        return unpacked(path) / PUBLISHED
+        return unpacked(path) / PUBLISHED, True
     if not path.is_dir():
-        return path
+        return path, False
     file = RunPaths(path).config
     if not file.is_file() and is_published(path):
-        return path / PUBLISHED
+        return path / PUBLISHED, True
     if not file.is_file():
         raise InputError(f"{path} is a folder and no run: it holds no {file.name}; give a TOML file or a RUN")
-    return file
+    return file, True
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -349,18 +400,20 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
-def _on_its_base(model: dict[str, Any], files: tuple[Path, ...]) -> dict[str, Any]:
-    """A [model] with what its `base` says, and the base of that; `files` led here."""
+def _on_its_base(model: dict[str, Any], files: tuple[Path, ...], plugged: list[Plugin]) -> dict[str, Any]:
+    """A [model] with what its `base` says, and the base of that; `files` led here. Plug-ins of bases are added."""
     if "base" not in model:
         return model
-    source = _found(str(model["base"]), files[-1].parent)
-    base = _read(source).get("model")
+    source, is_record = _found(str(model["base"]), files[-1].parent)
+    values = _read(source)
+    base = values.get("model")
     if not isinstance(base, dict):
         raise InputError(f"{files[-1]}: model.base = {str(source)!r} has no section [model]")
     if source.resolve() in [file.resolve() for file in files]:
         raise InputError(f"{files[-1]}: model.base = {str(source)!r} leads back to itself")
+    _import(values, source, is_record, plugged)
     changes = {key: value for key, value in model.items() if key != "base"}
-    return merged(_on_its_base(base, (*files, source)), changes)
+    return merged(_on_its_base(base, (*files, source), plugged), changes)
 
 
 def _set(values: dict[str, Any], override: str) -> None:

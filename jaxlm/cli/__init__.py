@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxlm import __version__
-from jaxlm.core import output
+from jaxlm.core import output, plugins
 from jaxlm.core.errors import InputError, exit_status, in_one_line
 
 
@@ -65,6 +65,15 @@ def _add(commands: Any, module: ModuleType) -> argparse.ArgumentParser:
     if hasattr(module, "main"):
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.add_argument(
+            "--import",
+            dest="plugins",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import a plug-in first, which registers parts: the name of a module, or the path of a .py file; give "
+            "it again for another",
+        )
         command.set_defaults(main=module.main)
     return command
 
@@ -75,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with output.flushed_output():
             chosen = _parse(sys.argv[1:] if arguments is None else arguments)
+            plugins.begin(chosen.plugins)
             return chosen.main(chosen)
     except KeyboardInterrupt:
         print("jaxlm: interrupted", file=sys.stderr)

@@ -48,7 +48,10 @@ def main(arguments: argparse.Namespace) -> int:
         _example(arguments)
         return 0
     from jaxlm.config import Experiment
+    from jaxlm.core import plugins
     from jaxlm.core.reference import tables
+
+    plugins.load_installed()
 
     key_tables = [table for table in tables(Experiment) if table.keys]
     if arguments.key is not None:
@@ -115,6 +118,8 @@ def _named(key_tables: "list[KeyTable]", name: str) -> "list[KeyTable]":
 
 
 def _title(table: "KeyTable") -> str:
+    if not table.name:
+        return "At the top of the file"
     listed = table.name.endswith("[]")
     name = f"[[{table.name.removesuffix('[]')}]]" if listed else f"[{table.name}]"
     return f'{name} kind = "{table.kind}"' if table.kind else name

@@ -93,12 +93,17 @@ class Kinds:
         return Optional[self] if other is None else NotImplemented  # noqa: UP045, `|` is this method
 
     def add(self, section: type[Section]) -> None:
-        """Add a section. Raises ValueError where it has no kind, or where another has its kind."""
+        """Add a section, in place of an earlier one of the same module and name, as where a module is imported again.
+
+        Raises ValueError where it has no kind, or where another has its kind.
+        """
         kind = kind_of(section)
         if not isinstance(kind, str):
             raise ValueError(f'{section.__name__} needs a kind: Literal["NAME"] = "NAME"')
-        if self._sections.setdefault(kind, section) is not section:
-            raise ValueError(f"kind = {kind!r} is {self._sections[kind].__name__}; {section.__name__} needs another")
+        before = self._sections.get(kind, section)
+        if (before.__module__, before.__qualname__) != (section.__module__, section.__qualname__):
+            raise ValueError(f"kind = {kind!r} is {before.__name__}; {section.__name__} needs another")
+        self._sections[kind] = section
 
     def remove(self, section: type[Section]) -> None:
         """Remove a section that was added."""

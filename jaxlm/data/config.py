@@ -14,7 +14,7 @@ from jaxlm.core.schema import InWords, Section
 STANDARD_LIBRARY = "stdlib"
 HUGGING_FACE = "hf:"  # prefix of a dataset name
 _KINDS = ("text", "chat", "preferences")  # keys of files
-TOKENIZERS = ("bytes", "characters", "bpe")
+TOKENIZERS = ["bytes", "characters", "bpe"]  # `tokenizer_training.register` adds to them
 _MIN_WEIGHT = 1e-9  # of a source, relative to the largest
 
 

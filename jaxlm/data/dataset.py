@@ -21,7 +21,7 @@ from jaxlm.data.conversations import RecordKind
 from jaxlm.data.scan import Progress, SkippedDocuments, SourceIndex, scan_source
 from jaxlm.data.sources import Changed, Source, find_sources
 from jaxlm.data.store import TokenStore
-from jaxlm.data.tokenizer_training import TRAINING_BYTES, train_bpe, train_characters
+from jaxlm.data.tokenizer_training import KINDS, TRAINING_BYTES, TokenizerKind
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.data.tokenizing import SIDES, tokenize, unfinished
 
@@ -124,23 +124,22 @@ class _Cache:
 
     def tokenizer(self, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
         """Return the configured tokenizer, trained if needed, of at most `vocabulary` tokens."""
-        match kind := self._data.tokenizer:
-            case "bytes":
-                return _fitting(tokenizers.bytes_tokenizer(), vocabulary)
-            case "characters":
-                shaped_by = {}
-            case "bpe":
-                shaped_by = {"vocabulary": vocabulary, "held_out": self._data.held_out}
-            case path:
-                tokenizer = _fitting(tokenizers.load(expanded(path, "data.tokenizer")), vocabulary)
-                if tokenizer.dropout:
-                    self._say(f"data.tokenizer: the BPE dropout of {tokenizer.dropout:g} in {path} is switched off")
-                return tokenizer
-        described = {"tokenizer": kind, **shaped_by, "sources": [source.described() for source in sources]}
+        name = self._data.tokenizer
+        kind = KINDS.get(name)
+        if kind is None:
+            tokenizer = _fitting(tokenizers.load(expanded(name, "data.tokenizer")), vocabulary)
+            if tokenizer.dropout:
+                self._say(f"data.tokenizer: the BPE dropout of {tokenizer.dropout:g} in {name} is switched off")
+            return tokenizer
+        if kind.shaped_by is None:
+            return _fitting(kind.make((), vocabulary, self._progress), vocabulary)
+        shapes = {"vocabulary": vocabulary, "held_out": self._data.held_out}
+        shaped_by = {key: shapes[key] for key in kind.shaped_by} | ({"source": kind.source} if kind.source else {})
+        described = {"tokenizer": name, **shaped_by, "sources": [source.described() for source in sources]}
         directory = self._directory("tokenizers", described)
         if not directory.is_dir():
             with self._dropping_stale_scans(*sources):
-                tokenizer = _fitting(self._train(kind, sources, vocabulary), vocabulary)
+                tokenizer = _fitting(self._train(name, kind, sources, vocabulary), vocabulary)
                 for source in sources:
                     source.check()
             with writing(self._data.cache), building(directory) as folder:
@@ -228,14 +227,14 @@ class _Cache:
                 "bits per byte count all of its bytes"
             )
 
-    def _train(self, kind: str, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
+    def _train(self, name: str, kind: TokenizerKind, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
         indexes = [self._index(source) for source in sources]
-        if kind == "characters":
-            return train_characters(indexes, self._progress)
-        size = sum(index.train_bytes for index in indexes)
-        some = f" {units.size(TRAINING_BYTES)} of" if size > TRAINING_BYTES else ""
-        self._say(f"training a BPE tokenizer of {vocabulary} tokens on{some} {units.size(size)}")
-        return train_bpe(indexes, vocabulary, self._progress)
+        if kind.shaped_by:
+            size = sum(index.train_bytes for index in indexes)
+            some = f" {units.size(TRAINING_BYTES)} of" if size > TRAINING_BYTES else ""
+            called = name.upper() if name == "bpe" else name
+            self._say(f"training a {called} tokenizer of {vocabulary} tokens on{some} {units.size(size)}")
+        return kind.make(indexes, vocabulary, self._progress)
 
     def _index(self, source: Source) -> SourceIndex:
         if source.key not in self._indexes:

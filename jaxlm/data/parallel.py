@@ -10,6 +10,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
+from jaxlm.core import plugins
+
 Item, Result = TypeVar("Item"), TypeVar("Result")
 _AHEAD = 8  # items in flight per process
 
@@ -31,7 +33,9 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item]) -> Itera
         yield from map(function, items)
         return
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(plugins.files(),)
+    )
     try:
         waiting = iter(items)
         begun: deque[Future[Result]] = deque(pool.submit(function, item) for item in islice(waiting, workers * _AHEAD))
@@ -44,7 +48,8 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item]) -> Itera
         pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
+def _begin(plugin_files: dict[str, str]) -> None:
+    plugins.add_files(plugin_files)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would oversubscribe the cores
     threading.Thread(target=_end_with_parent, daemon=True).start()

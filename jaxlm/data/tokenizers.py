@@ -366,6 +366,16 @@ def read(path: Path) -> tokenizers.Tokenizer:
         raise InputError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
 
 
+def checked(made: Any, name: str) -> Tokenizer:
+    """Return a tokenizer that code of another made. Raises InputError for one that no tokenizer.json holds."""
+    if not isinstance(made, tokenizers.Tokenizer):
+        raise InputError(f"data.tokenizer = {name!r} gives a {type(made).__name__}; return a tokenizers.Tokenizer")
+    try:
+        return Tokenizer(tokenizers.Tokenizer.from_str(made.to_str()))
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f"data.tokenizer = {name!r} cannot be kept as a tokenizer.json: {error}") from error
+
+
 def bytes_tokenizer() -> Tokenizer:
     """Make a tokenizer whose ids are the UTF-8 byte values; 256 separates documents."""
     # The byte-level alphabet lists printable stand-ins for the 256 bytes; token i must stand for byte i.

@@ -36,7 +36,7 @@ class Run:
         """Return the resolved configuration. Raises InputError where this is no run."""
         if not self.paths.config.is_file():
             raise InputError(f"{self.paths} is no run: it holds no {self.paths.config.name}; jaxlm train makes one")
-        return config.load(self.paths.config)
+        return config.load(self.paths.directory)
 
     def digest(self) -> str:
         """Return the identity of the data that it was begun with. Raises InputError where that is not recorded."""

@@ -53,7 +53,7 @@ class RunSource:
         Raises InputError where this is no run, where no such model is in it, or where an override would change nothing.
         """
         before = self.experiment()  # refuses what is no run
-        experiment = config.load(self.run.paths.config, overrides, None)
+        experiment = config.load(self.run.paths.directory, overrides, None)
         if changed := architecture(before, experiment):
             raise InputError(f"{self.run.trained_with(changed)}; leave it out")
         check_reads(config.overridden(overrides), reads)

@@ -9,7 +9,7 @@ from jaxlm.training.config import RunConfig
 # that ends with them has `optimizer.schedule.decay_steps`, which is not. Every key that is in neither list, also one
 # that is yet to be added, makes another run.
 _FREE = (
-    *("evaluation.*", "checkpoint.*", "records.*", "mesh.*", "inference.*"),
+    *("import", "evaluation.*", "checkpoint.*", "records.*", "mesh.*", "inference.*"),
     *("execution.remat", "execution.scan_layers", "execution.kernels"),
     *(f"training.{name}" for name in ("steps", "log_every", "max_skipped_in_a_row", "microbatches")),
     *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),

@@ -171,7 +171,8 @@ def test_a_file_that_vanishes_when_its_tokenizer_is_trained_is_named(describe, t
         (text / "00.txt").unlink()
         return tokenizer_training.train_bpe(*arguments)
 
-    monkeypatch.setattr(dataset, "train_bpe", trained)
+    bpe = tokenizer_training.KINDS["bpe"]._replace(make=trained)
+    monkeypatch.setitem(tokenizer_training.KINDS, "bpe", bpe)
     with pytest.raises(InputError, match=r"00\.txt.* changed while it was read"):
         prepare(describe(tokenizer="bpe"), VOCABULARY)
 

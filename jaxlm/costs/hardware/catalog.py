@@ -5,12 +5,15 @@
 
 import difflib
 import functools
+import re
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 from pydantic import ValidationError
 
+from jaxlm.core import plugins
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.chips import Chip
@@ -18,21 +21,51 @@ from jaxlm.costs.hardware.chips import Chip
 HOST = calibration.HOST
 
 
-@functools.cache
+_registered: dict[str, Chip] = {}
+
+
 def catalog() -> dict[str, Chip]:
-    """Return every chip with published figures by id, in the order of the file. Raises InputError for a missing or
-    wrong figure."""
+    """Return every chip with published figures by id, in the order of the file, and those that were registered. Raises
+    InputError for a missing or wrong figure."""
+    plugins.load_installed()
+    return {**_published(), **_registered}
+
+
+@functools.cache
+def _published() -> dict[str, Chip]:
     text = (resources.files("jaxlm.costs.hardware") / "catalog.toml").read_text(encoding="utf-8")
-    return {id: _chip(id, figures) for id, figures in tomllib.loads(text).items()}
+    return {id: _chip(id, figures, "catalog.toml") for id, figures in tomllib.loads(text).items()}
 
 
-def _chip(id: str, figures: dict[str, Any]) -> Chip:
+def register(id: str, figures: Mapping[str, Any]) -> None:
+    """Add a chip to the catalog.
+
+    Args:
+      id: as `--on` names it.
+      figures: a table as in catalog.toml (`chips.Chip`), with the `sources` of its figures.
+
+    Raises InputError for a missing or wrong figure, and ValueError where another chip has the id.
+    """
+    chip = _chip(id, figures, "a registered chip")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", id):
+        raise ValueError(f"{id!r} is no id of a chip; write small letters, digits, '-', '_' and '.'")
+    if id == HOST or id in _published():
+        raise ValueError(f"{id!r} is another chip of the catalog; give this one another id")
+    _registered[id] = chip
+
+
+def unregister(id: str) -> None:
+    """Take a chip out that was registered."""
+    del _registered[id]
+
+
+def _chip(id: str, figures: Mapping[str, Any], file: str) -> Chip:
     try:
         return Chip(id=id, **figures)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise InputError(f"catalog.toml, [{id}]{key and f' {key}'}: {first['msg'].lower()}") from None
+        raise InputError(f"{file}, [{id}]{key and f' {key}'}: {first['msg'].lower()}") from None
 
 
 def find(id: str) -> Chip:

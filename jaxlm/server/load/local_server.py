@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxlm.core import plugins
 from jaxlm.core.errors import InputError, RunFailed
 
 _END_S = 60.0  # until a server that is told to end is killed
@@ -17,6 +18,7 @@ def local_server(model: Path, overrides: Sequence[str], options: Sequence[str]) 
     """Serve a model over loopback, with these options of `jaxlm serve`, and yield its address and the dtype that it
     computes in. The server's errors go to standard error. Raises InputError and RunFailed as it ends."""
     command = [sys.executable, "-m", "jaxlm", "serve", str(model), *overrides, *options, "--port", "0", "--json"]
+    command += [word for plugin in plugins.of_command() for word in ("--import", plugin.name)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

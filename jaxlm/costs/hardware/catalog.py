@@ -46,12 +46,11 @@ def register(id: str, figures: Mapping[str, Any]) -> None:
 
     Raises InputError for a missing or wrong figure, and ValueError where another chip has the id.
     """
-    chip = _chip(id, figures, "a registered chip")
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", id):
         raise ValueError(f"{id!r} is no id of a chip; write small letters, digits, '-', '_' and '.'")
     if id == HOST or id in _published():
         raise ValueError(f"{id!r} is another chip of the catalog; give this one another id")
-    _registered[id] = chip
+    _registered[id] = _chip(id, figures, "a registered chip")
 
 
 def unregister(id: str) -> None:

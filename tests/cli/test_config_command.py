@@ -50,10 +50,7 @@ def test_the_keys_of_every_configuration_are_among_them(file):
         ("mesh.fsdp", 'integer > 0 | "all"', '"all"'),
         ("model.attention.head_dim", "integer > 0", "model.d_model / num_heads"),
         ("model.norm.kind", '"rms" | "layer"', '"rms"'),
-<<<<<<< HEAD
         ("model.feed_forward.gated", "true | false", "true without `activation`, false with one"),
-=======
->>>>>>> 35f13a4 (Import plug-ins that a user names, and record them in runs)
         ("optimizer.groups", "list of tables", "[]"),
         ("optimizer.groups[].pattern", "string", "required"),
         ("data.sources.NAME.field", "string", "data.field"),

@@ -237,8 +237,9 @@ def _chip():
 def test_a_chip_is_checked():
     with pytest.raises(InputError, match=r"a registered chip, \[own\] watts: input should be greater than 0"):
         catalog.register("own", {**_chip(), "watts": 0})
-    with pytest.raises(ValueError, match="'h100-sxm' is another chip of the catalog"):
-        catalog.register("h100-sxm", {})
+    for taken in ("host", "a100-sxm4-80g", "h100"):
+        with pytest.raises(ValueError, match=f"'{taken}' is another chip of the catalog"):
+            catalog.register(taken, _chip())
 
 
 def test_processes_that_read_text_find_the_file(tmp_path, monkeypatch):
@@ -300,7 +301,7 @@ EVIL = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n
 )
 @pytest.mark.parametrize("command", ["eval", "train", "plan", "export", "--from"])
 def test_nothing_is_imported_that_a_model_names(here, refused, monkeypatch, tmp_path, command, named, says):
-    """Of its own folder, beside it, or on Python's path."""
+    """Neither of its own folder, nor beside it, nor on Python's path."""
     run, beside, path = tmp_path / "run", tmp_path / "beside", tmp_path / "path"
     shutil.copytree("run", run)
     for file in (run / "evil.py", beside / "evil.py", path / "evil_module.py", path / "evil_package" / "__init__.py"):

@@ -48,7 +48,7 @@ def register(id: str, figures: Mapping[str, Any]) -> None:
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", id):
         raise ValueError(f"{id!r} is no id of a chip; write small letters, digits, '-', '_' and '.'")
-    if id == HOST or id in _published():
+    if id == HOST or any(id in (chip.id, *chip.aliases) for chip in _published().values()):
         raise ValueError(f"{id!r} is another chip of the catalog; give this one another id")
     _registered[id] = _chip(id, figures, "a registered chip")
 

@@ -18,7 +18,7 @@ from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.completion import Completer, TextChunk, completions
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling
-from jaxlm.inference.scoring import Scorer
+from jaxlm.inference.scoring import Scorer, encode_pair
 
 Pair = tuple[list[int], list[int]]  # token ids of a context and of its continuation
 
@@ -71,17 +71,9 @@ class HarnessModel(LM):
 
     def _pair(self, context: Any, continuation: Any) -> Pair | None:
         """Return the token ids of a context and a continuation; None if they cannot be encoded, or if no token stands
-        before the continuation.
-
-        As in the harness, blanks at the end of the context go to the continuation. A continuation that merges with the
-        context's last token, and so has no token of its own, is encoded alone.
-        """
-        context, continuation = _text(context), _text(continuation)
-        before = context.rstrip()
-        after = context[len(before) :] + continuation
+        before the continuation."""
         try:
-            ids = self._tokens.encode_prompt(before)
-            following = self._tokens.encode_prompt(before + after)[len(ids) :] or self._tokens.encode(after)
+            ids, following = encode_pair(self._tokens, _text(context), _text(continuation))
         except InputError:
             return None
         return (ids, following) if ids or not following else None

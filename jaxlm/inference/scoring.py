@@ -6,8 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import InputError
+from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling
+
+# Characters before a continuation that is encoded apart from its context, of which one does not merge with it.
+_BEFORE_WORDS, _BEFORE_SIGNS = "xqzjkvXQZJ07", "|~#.;0x"
 
 
 class Score(NamedTuple):
@@ -68,3 +72,32 @@ def _check(context: Sequence[int], continuation: Sequence[int], longest: int) ->
         raise InputError(f"a {empty} without tokens cannot be scored")
     if len(continuation) > longest:
         raise InputError(f"a continuation of {len(continuation)} tokens exceeds the context of {longest}")
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of a context and of its continuation, whose log-likelihood is that of the text after it.
+
+    Blanks at the end of the context go to the continuation, as in the lm-evaluation-harness. Where the tokens of the
+    context begin those of the whole text, the continuation is the rest of these. Where tokens reach over the boundary,
+    the continuation is encoded apart, so that all continuations of a context follow the same tokens: after "th", "e" is
+    `e`, though "the" is one token. Raises InputError for text that cannot be encoded.
+    """
+    before = context.rstrip()
+    after = context[len(before) :] + continuation
+    ids, whole = tokenizer.encode_prompt(before), tokenizer.encode_prompt(before + after)
+    if whole[: len(ids)] == ids and (len(whole) > len(ids) or not after):
+        return ids, whole[len(ids) :]
+    return ids, _encoded_apart(tokenizer, before, after)
+
+
+def _encoded_apart(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
+    """Return the token ids of a text that does not begin one, without the blank that some tokenizers put first."""
+    signs = _BEFORE_WORDS if before[-1:].isalnum() else _BEFORE_SIGNS
+    for sign in (*(before[-size:] for size in (1, 2, 3) if size <= len(before)), *signs):
+        try:
+            ids, whole = tokenizer.encode(sign), tokenizer.encode(sign + after)
+        except InputError:  # the tokenizer has no such sign
+            continue
+        if ids and whole[: len(ids)] == ids and len(whole) > len(ids):
+            return whole[len(ids) :]
+    return tokenizer.encode(after)

@@ -323,14 +323,16 @@ def test_a_degenerate_request_takes_no_other_down(model, adapter):
     assert ask(adapter, "generate_until", ("alpha ", options), ("\ud800", options)) == [alone, ""]
 
 
-def test_a_continuation_that_merges_into_its_context_is_encoded_alone(model):
-    """As "e" after "th" with a tokenizer that has "the"."""
+def test_choices_that_merge_with_their_context_are_told_apart(model):
+    """As "e" and "ey" after "th" with a tokenizer that has "the": each follows the same tokens, as no blank does."""
     tokenizer, merged = LLAMA2, make_adapter(model[0], LLAMA2)
-    (context, continuation), other = merged._pair("th", "e"), merged._pair("th", " on")
-    assert (context, continuation) == (tokenizer.encode_prompt("th"), tokenizer.encode("e")) and continuation
-    assert other == (context, tokenizer.encode("th on")[len(context) - 1 :])
-    (answer, _) = ask(merged, "loglikelihood", ("th", "e"), ("th", " on"))
-    assert math.isfinite(answer[0])
+    context = tokenizer.encode_prompt("th")
+    letters = [tokenizer.encode(f"b{letter}")[-1] for letter in "eya"]
+    assert merged._pair("th", "e") == (context, letters[:1])
+    assert merged._pair("th", "ey") == (context, letters[:2])
+    assert merged._pair("th", " on") == (context, tokenizer.encode("th on")[len(context) - 1 :])
+    answers = ask(merged, "loglikelihood", ("th", "e"), ("th", "ey"), ("th", "ay"), ("th", " on"))
+    assert len({logprob for logprob, _ in answers}) == 4 and all(math.isfinite(logprob) for logprob, _ in answers)
 
 
 def test_local_tasks_are_evaluated(folder, model, adapter, capsys):

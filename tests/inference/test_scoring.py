@@ -1,5 +1,8 @@
 """Scores are sums of log-softmax of the logits, whatever else is in the batch, on any mesh."""
 
+import itertools
+import random
+import string
 from dataclasses import replace
 
 import jax
@@ -7,13 +10,17 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+import tokenizer_fixtures
 from engine_fixtures import SMALL, drawn
 from matrices import sampled
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxlm.core.errors import InputError
+from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer, characters_tokenizer
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Sampling
-from jaxlm.inference.scoring import Scorer
+from jaxlm.inference.scoring import Scorer, encode_pair
 from jaxlm.models import tree
 
 pytestmark = pytest.mark.xdist_group(__name__)
@@ -114,3 +121,68 @@ def test_what_greedy_decoding_gives_is_greedy():
 def test_what_cannot_be_scored_is_refused(pair, message):
     with pytest.raises(InputError, match=message):
         scores([([1], [2]), pair])
+
+
+def unigram():
+    """Pieces of several letters, which depend on the whole word."""
+    pieces = ["<unk>", "</s>", "▁", *string.ascii_lowercase, "th", "the", "hey", "▁th", "▁the", "ey", "on", "one"]
+    backend = Backend(models.Unigram([(piece, -8.0 - 1 / len(piece)) for piece in pieces], 0))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<unk>", "</s>"])
+    return Tokenizer(backend)
+
+
+def prefixed():
+    """A byte-level tokenizer that puts a blank before a text."""
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "th"), ("Ġ", "the"), ("e", "y"), ("h", "e")]
+    backend = Backend.from_str(tokenizer_fixtures.chatml(*merges).to_json())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return Tokenizer(backend)
+
+
+MERGING = {
+    "bytes": bytes_tokenizer,
+    "characters": lambda: characters_tokenizer([f"{string.ascii_lowercase} "]),
+    "byte-level": lambda: tokenizer_fixtures.chatml(("t", "h"), ("th", "e"), ("h", "e"), ("the", "y"), ("o", "n")),
+    "byte-level after a blank": prefixed,
+    "llama2": tokenizer_fixtures.llama2,
+    "unigram": unigram,
+    "wordpiece": lambda: tokenizer_fixtures.wordpiece("the mon y x"),
+}
+
+
+@pytest.mark.parametrize("kind", MERGING)
+def test_continuations_follow_the_same_tokens_and_are_told_apart(kind):
+    """Whatever merges with the context: two choices never share their ids, and none loses text or gains a blank."""
+    tokenizer, draw = MERGING[kind](), random.Random(0)
+    choices = ["e", "ey", "y", "eyth", "n", "one", " on", " the", "he", "th"]
+    for context in (
+        "th",
+        "t",
+        "o",
+        "moth",
+        "the th",
+        "th ",
+        "",
+        *("".join(draw.choices("then o", k=6)) for _ in range(9)),
+    ):
+        if not context.strip() and kind == "characters":
+            continue
+        before = context.rstrip()
+        found = [encode_pair(tokenizer, context, choice) for choice in choices]
+        assert {tuple(ids) for ids, _ in found} == {tuple(tokenizer.encode_prompt(before))}
+        for choice, (ids, following) in zip(choices, found, strict=True):
+            whole = tokenizer.encode_prompt(context + choice)
+            assert following and (whole == ids + following or whole[: len(ids)] != ids)
+            assert tokenizer.decode(ids + following) == tokenizer.decode(whole)
+        for (_, first), (_, second) in itertools.combinations(found, 2):
+            assert first != second
+
+
+def test_the_cut_does_not_count_ids():
+    """The tokens of "the" and "thay" are as many as those of "th" and one more, and are others."""
+    tokenizer = tokenizer_fixtures.chatml(("t", "h"), ("th", "e"), ("th", "a"))
+    separator, th, e, a, y = tokenizer.separator, *(tokenizer.encode(text)[0] for text in ("th", "e", "a", "y"))
+    found = [encode_pair(tokenizer, "th", choice) for choice in ("ey", "ay", "e")]
+    assert found == [([separator, th], ids) for ids in ([e, y], [a, y], [e])]

@@ -30,7 +30,7 @@ from jaxlm.families.special_tokens import SpecialTokens
 from jaxlm.families.vocabularies import conversion, gpt2, sentencepiece, tekken, tiktoken
 from jaxlm.families.vocabularies.conversion import Conversion
 
-_EDITION = 1  # of converted tokenizers: a higher number leaves older files of the cache unused
+_EDITION = 2  # of converted tokenizers: a higher number leaves older files of the cache unused
 
 
 def load(file: Path, folder: Path) -> Tokenizer:

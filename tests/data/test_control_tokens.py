@@ -112,6 +112,33 @@ def test_an_unknown_token_spelled_out_is_its_letters():
     assert tokenizer.decode(tokenizer.encode("a<unk>b</s>")) == "a<unk>b</s>"
 
 
+def _words_with_signs(controls, ignore_merges):
+    """Make a byte-level BPE that merges "</" and, as in Mistral's vocabularies, has control tokens that nothing makes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("<", "/"), ("s", ">"), ("|", ">")]
+    vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges), *controls])}
+    backend = Backend(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    return special(backend, *controls) if controls else backend
+
+
+@pytest.mark.parametrize("ignore_merges", [True, False])
+def test_a_control_token_spelled_out_has_the_tokens_of_a_vocabulary_without_it(ignore_merges):
+    tokenizer = Tokenizer(_words_with_signs(["</s>", "<|x|>", "<s>", "<<s>"], ignore_merges))
+    other = _words_with_signs([], False)
+    for text in ("</s>", "a</s>b", "</s></s>", " </s>", "<|x|>", "<|x|>.", "x <s>", "<s>"):
+        assert tokenizer.encode(text) == other.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_likely_control_token_spelled_out_has_the_likely_tokens_of_its_text():
+    pieces = ["<unk>", "</s>", "▁", "</", "s", ">", "<", "/", "a", "b"]
+    backend = Backend(models.Unigram([(piece, -float(at)) for at, piece in enumerate(pieces)], 0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = Tokenizer(special(backend, "<unk>", "</s>"))
+    assert [tokenizer.name_of(token) for token in tokenizer.encode("a</s>b")] == ["▁", "a", "</", "s", ">", "b"]
+
+
 def test_what_a_normalizer_makes_of_a_text_is_text():
     tokenizer = Tokenizer(wordpiece())
     assert tokenizer.separator not in tokenizer.encode("a ＜/s＞")  # full-width signs, which NFKC makes plain

@@ -61,6 +61,8 @@ def verify(conversion: Conversion, tokenizer: Tokenizer) -> None:
         if expected is not None and conversion.backend.encode(text, add_special_tokens=False).ids != list(expected):
             raise InputError(f"it cannot be converted: {text!r} has other tokens in its own format")
         (ids,) = tokenizer.encode_batch([text])
+        if expected is not None and ids != list(expected):
+            raise InputError(f"it cannot be converted: {text!r} gets other tokens than in its own format")
         if controls.intersection(ids):
             raise InputError(f"it cannot be converted: a control token is made of the text {text!r}")
         if conversion.unknown not in ids and tokenizer.decode(ids) != conversion.restored(text):

@@ -113,7 +113,7 @@ def test_an_unknown_token_spelled_out_is_its_letters():
 
 
 def _words_with_signs(controls, ignore_merges):
-    """Make a byte-level BPE that merges "</" and, as in Mistral's vocabularies, has control tokens that nothing makes."""
+    """Make a byte-level BPE that merges "</" and has control tokens that no merges make, as of Mistral."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("<", "/"), ("s", ">"), ("|", ">")]
     vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges), *controls])}

@@ -106,6 +106,7 @@ def load(
     dtype: str | None = None,
     workload: "Kind" = "decode",
     engine: "EngineSettings | None" = None,
+    chat_template: str | None = None,
     say: Callable[[str], None] = _silent,
 ) -> "LoadedModel":
     """Load a trained model; its parameters are restored when they are first asked for.
@@ -122,6 +123,7 @@ def load(
       workload: the step that parameters are laid out for: "decode" keeps weights where they are; "train", for
         `evaluate`, keeps them in float32 and shards them over fsdp too, and "prefill" those of them that it divides.
       engine: settings of the engine that continues prompts; by default of the sizes in `experiment.inference`.
+      chat_template: the path of a chat template, or the name of one that comes with jaxlm, in place of the model's own.
       say: takes a line about each checkpoint that is passed over, and about a dtype that was chosen.
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
@@ -135,7 +137,7 @@ def load(
     experiment = source.overridden(overrides, reads)
     if dtype is None and "execution.dtype" in overridden(overrides):
         dtype = experiment.execution.dtype
-    return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say)
+    return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say, chat_template)
 
 
 def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None] = _silent) -> "Converted":

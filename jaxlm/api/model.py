@@ -59,8 +59,10 @@ class LoadedModel:
         workload: "Kind",
         engine: "EngineSettings | None",
         say: Callable[[str], None],
+        chat_template: str | None = None,
     ):
         self.source, self.experiment = source, experiment
+        self._given_template = chat_template
         self.settings = engine or experiment.inference.settings()
         self._engine: Engine | None = None
         self._step: int | None = None
@@ -133,12 +135,23 @@ class LoadedModel:
     @cached_property
     def chat_template(self) -> "ChatTemplate":
         """The chat template. Raises InputError for a model without one."""
-        if (template := self.source.chat.template()) is None:
+        if (template := self.chat_template_if_any) is None:
+            from jaxlm.data.named_templates import NAMES
+
             raise InputError(
                 f"{self.source} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give it a "
-                "text to continue, without --chat"
+                "text to continue, without --chat, or --chat-template FILE, or one by name that it was trained with: "
+                f"{', '.join(NAMES)}"
             )
         return template
+
+    @property
+    def chat_template_if_any(self) -> "ChatTemplate | None":
+        """The chat template, the given one before the model's own; None without one."""
+        if self._given_template is not None:
+            return self.source.chat.template(self._given_template)
+        template = self.source.chat.template()
+        return template and template.with_kwargs(self.source.chat.variables)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids, those of a conversation up to where the answer begins. Raises InputError for

@@ -58,7 +58,7 @@ class Server:
         from jaxlm.server.served import ServedModel, ServerLimits
 
         assert model.tokenizer is not None
-        template, sampling = model.source.chat.template(), model.sampling()
+        template, sampling = model.chat_template_if_any, model.sampling()
         if settings.template_variables:
             template = model.chat_template.with_kwargs(settings.template_variables)
         self._end_others, metrics = leader.lead(engine), ServerMetrics()

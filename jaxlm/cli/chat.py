@@ -40,13 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_template_arguments(parser: argparse.ArgumentParser) -> None:
-    """Variables of the chat template."""
+    """The chat template, and its variables."""
+    add_template(parser)
     parser.add_argument(
         "--chat-template-kwargs",
         type=_kwargs,
         default={},
         metavar="JSON",
         help="""variables of the chat template, such as '{"enable_thinking": false}'""",
+    )
+
+
+def add_template(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of a chat template."""
+    parser.add_argument(
+        "--chat-template",
+        type=as_utf8,
+        metavar="NAME|FILE",
+        help="in place of the model's own: a Jinja file, or chatml, gemma, llama3, mistral or qwen3",
     )
 
 
@@ -64,6 +75,8 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise InputError for options that do not go together."""
     if not arguments.chat and arguments.chat_template_kwargs:
         raise InputError("--chat-template-kwargs are of a conversation: add --chat")
+    if not arguments.chat and arguments.chat_template is not None:
+        raise InputError("--chat-template is of a conversation: add --chat")
     if not arguments.chat and arguments.system is not None:
         raise InputError("--system is of a conversation: add --chat")
     if arguments.chat and arguments.token_ids is not None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from jaxlm.cli import engine, tasks, trained
+from jaxlm.cli import chat, engine, tasks, trained
 from jaxlm.core.errors import InputError
 
 _ROWS = ("training.batch", "training.sequence", "execution.scan_layers")  # that a loss is measured with
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="conversations in place of text, in the format of data.chat; the loss is measured on the answers",
     )
+    chat.add_template(parser)
     instead.add_argument(
         "--tasks",
         metavar="TASK[,…]",
@@ -34,6 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
     for option in ("data", "chat"):
         if getattr(arguments, option) == "":  # as of a shell variable that is not set
             raise InputError(f"--{option} names no text; give a file, directory or glob, or leave it out")
+    if arguments.chat is None and arguments.chat_template is not None:
+        raise InputError("--chat-template is of conversations: add --chat PATH")
     if arguments.tasks is None and (given := engine.option(arguments)):
         raise InputError(f"{given} is of the engine that answers tasks: add --tasks, or leave it out")
     return _at_a_loss(arguments) if arguments.tasks is None else _at_tasks(arguments)

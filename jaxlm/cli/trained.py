@@ -59,6 +59,7 @@ def load(
         average=arguments.ema,
         dtype=dtype,
         workload=workload,
+        chat_template=getattr(arguments, "chat_template", None),
         say=say,
     )
     compilation_cache.enable(say)

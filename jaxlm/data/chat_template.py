@@ -21,6 +21,8 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxlm.core.errors import InputError
+from jaxlm.data import named_templates
+from jaxlm.data.config import expanded
 from jaxlm.data.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -244,6 +246,26 @@ def read(
     """Return the chat template in a file, with the names of tokens that a folder of published files has. Raises
     InputError for files that are missing or broken."""
     return ChatTemplate(_text(file), tokenizer, _tokens(folder, tokenizer), str(file), now)
+
+
+def chosen(given: str, key: str, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template at a path, or by a name of `jaxlm.data.named_templates`; a path that exists goes before
+    a name.
+
+    Args:
+      given: path or name, under a key or option.
+      folder: has the names of tokens, as in `read`.
+
+    Raises InputError where it is neither.
+    """
+    if (file := expanded(given, key)).exists():
+        return read(file, folder, tokenizer)
+    if given not in named_templates.NAMES:
+        names = ", ".join(named_templates.NAMES)
+        raise InputError(f"{key}: there is no file {given}, and the templates that have a name are {names}")
+    tokens = _tokens(folder, tokenizer)
+    source = named_templates.source(given, tokenizer, tokens.get("eos_token"))
+    return ChatTemplate(source, tokenizer, tokens, f"the chat template {given}")
 
 
 def _tokens(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:

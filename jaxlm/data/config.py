@@ -109,7 +109,9 @@ class DataConfig(Section):
     """Preferences in place of text, for `[dpo]`: records with `prompt`, `chosen` and `rejected`, shown as conversations
     are. A row holds one pair of answers, each with its prompt; longer ones are cut at their ends."""
     chat_template: Annotated[Name | None, InWords(default="that beside data.tokenizer")] = None
-    """The path of a chat template, a Jinja file."""
+    """The path of a chat template, a Jinja file; or the name of one that comes with jaxlm: "chatml", "gemma", "llama3",
+    "mistral" or "qwen3". Marks that the tokenizer has no control tokens for are then text, and an answer ends with the
+    token that ends a text."""
     chat_template_kwargs: Annotated[dict[str, bool | int | float | str], InWords(type="table", default="none")] = Field(
         default_factory=dict
     )
@@ -176,6 +178,11 @@ class DataConfig(Section):
                 "has no control tokens; set it to the path of its tokenizer.json, or start --from that model"
             )
         return self
+
+    @property
+    def of_conversations(self) -> bool:
+        """Return whether some of its sources hold conversations or preferences, which a chat template shows."""
+        return any(source.kind != "text" for source in self.described().values())
 
     @property
     def of_preferences(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, locked
-from jaxlm.data import chat_template, formats, tokenizers
+from jaxlm.data import chat_template, formats, named_templates, tokenizers
 from jaxlm.data.cache import reading, writing
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.config import HUGGING_FACE, DataConfig, expanded
@@ -64,12 +64,14 @@ def prepare(
     say: Callable[[str], None] = _nobody,
     progress: Progress = _nobody,
     tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
 ) -> Dataset:
-    """Return the dataset of a configuration, from the cache if present. `tokenizer` stands for `data.tokenizer`.
+    """Return the dataset of a configuration, from the cache if present. `tokenizer` stands for `data.tokenizer`, and
+    `template` for `data.chat_template` or that beside the tokenizer.
 
     Raise InputError for unreadable text, or for a tokenizer with more tokens than `vocabulary`.
     """
-    sources, cache = find_sources(data, say), _Cache(data, say, progress)
+    sources, cache = find_sources(data, say), _Cache(data, say, progress, template)
     try:
         tokenizer = _fitting(tokenizer or cache.tokenizer(sources, vocabulary), vocabulary)
         splits = {source.name: cache.split(source, tokenizer) for source in sources}
@@ -104,6 +106,7 @@ def tokenize_whole(
     data = data.model_copy(
         update={
             **{"text": None, "chat": None, "preferences": None, "validation": None, "sources": {}},
+            "chat_template_kwargs": {},  # the template has its variables
             "text" if template is None else "chat": (text,),
             **{"if_missing": None, "held_out": 1.0, "documents": documents},
         }
@@ -190,20 +193,22 @@ class _Cache:
 
     def _template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template that shows conversations: that of the configuration, or beside the tokenizer."""
-        if self._given is not None:
-            return self._given
-        return self._plain_template(source, tokenizer).with_kwargs(self._data.chat_template_kwargs)
+        template = self._given or self._plain_template(source, tokenizer)
+        return template.with_kwargs(self._data.chat_template_kwargs)
 
     def _plain_template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
         folder = expanded(self._data.tokenizer, "data.tokenizer").parent
         places = folder, folder / "huggingface"  # of a published model, of a run
         if (path := self._data.chat_template) is not None:
             beside = next((place for place in places if (place / chat_template.SETTINGS).is_file()), folder)
-            return chat_template.read(expanded(path, "data.chat_template"), beside, tokenizer)
+            return chat_template.chosen(path, "data.chat_template", beside, tokenizer)
         for place in places:
             if (template := chat_template.load(place, tokenizer)) is not None:
                 return template
-        raise InputError(f"{source.key}: there is no chat template in {folder}; set data.chat_template to a Jinja file")
+        raise InputError(
+            f"{source.key}: there is no chat template in {folder}; set data.chat_template to a "
+            f"Jinja file, or to one of {', '.join(named_templates.NAMES)}"
+        )
 
     def _report_skipped(self, source: Source, skipped: SkippedDocuments) -> None:
         """Check and report the skipped documents of tokens from an earlier run, as a scan does."""

@@ -10,7 +10,7 @@ from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
 from jaxlm.families import post_processor, tokens
-from jaxlm.families.files import DTYPES, TOKENIZER
+from jaxlm.families.files import DTYPES, GENERATION, TOKENIZER
 from jaxlm.runs.folder import Run
 from jaxlm.runs.job_folder import write_files
 from jaxlm.runs.published import PublishedSource
@@ -99,8 +99,20 @@ def export(
     dtypes = json.loads(sidecar_files.pop(DTYPES, b'{"": "F32"}'))
     if not tokens.among(sidecar_files) and source.text.has_tokenizer:
         sidecar_files = _own_tokenizer(source.text, experiment) | sidecar_files
+    if experiment.data.chat_template is not None:
+        sidecar_files = _ending_answers(source, sidecar_files)
     family = directory.write(out, experiment.model, parameters, dtypes, sidecar_files, say)
     return Converted(family.name, parameter_count(experiment.model))
+
+
+def _ending_answers(source: ModelSource, sidecar_files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return files of which generation_config.json names the token that ends an answer of the run's own template."""
+    template = source.chat.template()
+    if template is None or not (ends := template.stop_token_ids - template.tokenizer.stop_token_ids):
+        return sidecar_files
+    generation = json.loads(sidecar_files.get(GENERATION, b"{}"))
+    generation["eos_token_id"] = [*sorted(ends), *sorted(template.tokenizer.stop_token_ids)]
+    return sidecar_files | {GENERATION: json.dumps(generation, indent=2).encode()}
 
 
 def _own_tokenizer(text: ModelText, experiment: Experiment) -> dict[str, bytes]:

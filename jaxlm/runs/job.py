@@ -19,6 +19,7 @@ from jaxlm.data.packing import NothingToLearn, cut_remark, rows_of
 from jaxlm.parallel import processes
 from jaxlm.runs.job_folder import JobFolder
 from jaxlm.runs.source import ModelSource, WeightsRequest, check_start, check_tokenizer, with_own_tokenizer
+from jaxlm.runs.trained import RunChat
 from jaxlm.training import profile, sinks
 from jaxlm.training.display import Display, Ended
 from jaxlm.training.environment import MachineLoad, environment, versions
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxlm.costs.ladder import Counted
+    from jaxlm.data.chat_template import ChatTemplate
+    from jaxlm.data.tokenizers import Tokenizer
     from jaxlm.models.tree import Tree
     from jaxlm.training.loop import Result
 
@@ -69,6 +72,7 @@ class Job:
         self._origin = None if source is None else source.weights.origin()
         self._changed = self._run.check(experiment, continue_with_changes, self._origin)
         self._stop = StopRequest(self._leave, max_hours)
+        self._template: ChatTemplate | None = None  # that shows conversations
         self._saved: int | None = None  # the step that is
         self._trained_from: int | None = None  # the first step of this start
 
@@ -136,12 +140,11 @@ class Job:
         return Ended(result.step, 0, sample_text)
 
     def _prepare(self) -> Dataset:
-        data, vocabulary, tokenizer = self._data, self._experiment.model.vocab_size, None
-        if self._source is not None and self._source.text.has_tokenizer and data.tokenizer not in TOKENIZERS:
-            tokenizer = self._source.text.load_tokenizer()
+        data, vocabulary, say = self._data, self._experiment.model.vocab_size, self._display.say
+        tokenizer, self._template = self._tokenizer_and_template()
         with self._clock.phase("data_preparation"):
             with processes.first_process_first("data"):
-                dataset = prepare(data, vocabulary, self._display.say, self._display.progress, tokenizer)
+                dataset = prepare(data, vocabulary, say, self._display.progress, tokenizer, self._template)
             identity = {"digest": dataset.digest[:_SHOWN]}
             processes.check_same("data", identity, "let data.text and data.tokenizer be the same for all")
         if self._source is not None:
@@ -150,11 +153,37 @@ class Job:
             self._pack(dataset)
         return dataset
 
+    def _tokenizer_and_template(self) -> "tuple[Tokenizer | None, ChatTemplate | None]":
+        """Return the tokenizer of the weights that the run begins with, or of the run that is resumed, and the chat
+        template that shows its conversations; None for what `data` alone gives."""
+        data, own = self._data, self._run.paths.tokenizer
+        if data.tokenizer in TOKENIZERS:
+            return None, None
+        if self._source is not None and self._source.text.has_tokenizer:
+            tokenizer, chat = self._source.text.load_tokenizer(), self._source.chat
+        elif own.is_file() and expanded(data.tokenizer, "data.tokenizer").absolute() == own.absolute():
+            tokenizer, chat = self._run.load_tokenizer(), RunChat(self._run)
+        else:
+            return None, None
+        if not data.of_conversations:
+            return tokenizer, None
+        template = chat.template(data.chat_template, "data.chat_template")
+        if template is not None and not conversations.ends_answers(template.with_kwargs(data.chat_template_kwargs)):
+            self._display.say(
+                f"{template.name} writes no control token behind an answer, so that nothing that is learned ends one; "
+                "give a data.chat_template that does"
+            )
+        return tokenizer, template
+
     def _sidecar_files(self) -> dict[str, bytes]:
         """Return the small files that the weights came with, and the chat template that the run is trained with."""
         contents = {} if self._source is None else self._source.weights.sidecar_files()
-        if (path := self._experiment.data.chat_template) is not None:
-            contents[chat_template.FILE] = expanded(path, "data.chat_template").read_bytes()
+        if (given := self._experiment.data.chat_template) is None:
+            return contents
+        if (file := expanded(given, "data.chat_template")).is_file():
+            contents[chat_template.FILE] = file.read_bytes()
+        elif self._template is not None:
+            contents[chat_template.FILE] = self._template.source.encode()
         return contents
 
     def _pack(self, dataset: Dataset) -> None:

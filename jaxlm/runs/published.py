@@ -149,11 +149,20 @@ class PublishedChat:
     def __init__(self, model: "PublishedModel", text: PublishedText):
         self._model, self._text = model, text
 
-    def template(self) -> "ChatTemplate | None":
-        """Return the chat template, or None. Raises InputError for one that is broken."""
-        from jaxlm.data.chat_template import load
+    def template(self, given: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
+        """Return the chat template that is given, or of the directory; None without one, or without a tokenizer. Raises
+        InputError for one that is broken, or not there."""
+        from jaxlm.data.chat_template import chosen, load
 
-        return load(self._model.folder, self._text.load_tokenizer()) if self._text.has_tokenizer else None
+        if not self._text.has_tokenizer:
+            return None
+        folder, tokenizer = self._model.folder, self._text.load_tokenizer()
+        return load(folder, tokenizer) if given is None else chosen(given, key, folder, tokenizer)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the template: none but its own."""
+        return {}
 
     @property
     def generation(self) -> dict[str, Any]:

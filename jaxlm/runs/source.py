@@ -107,8 +107,15 @@ class ModelText(Protocol):
 class ModelChat(Protocol):
     """The chat template of a model, and the settings that its publisher draws with."""
 
-    def template(self) -> "ChatTemplate | None":
-        """Return the chat template, or None. Raises InputError for one that is broken."""
+    def template(self, given: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
+        """Return the chat template, or None: that `given` under a key or option, a path or a name
+        (`jaxlm.data.chat_template.chosen`), or else the model's own. Raises InputError for one that is broken, or not
+        there."""
+        ...
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the model's own template that it was trained with."""
         ...
 
     @property

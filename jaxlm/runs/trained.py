@@ -166,7 +166,16 @@ class RunText:
     def held_out(self, experiment: Experiment, display: Display) -> dict[str, Rows]:
         """Return the rows of the held-out text, by source. Raises InputError where it is no longer the text of the
         run."""
-        dataset = prepare(experiment.data, experiment.model.vocab_size, display.say, display.progress)
+        data, run, template, tokenizer = experiment.data, self._run, None, None
+        if (
+            data.tokenizer not in TOKENIZERS
+            and expanded(data.tokenizer, "data.tokenizer").absolute() == run.paths.tokenizer.absolute()
+        ):
+            tokenizer = run.load_tokenizer()
+            if data.of_conversations:
+                template = RunChat(run).template(data.chat_template, "data.chat_template")
+        vocabulary = experiment.model.vocab_size
+        dataset = prepare(data, vocabulary, display.say, display.progress, tokenizer, template)
         if dataset.digest != self._run.digest():
             self._check_shaping(experiment, _FILES)
             raise InputError(f"the text of {self._run} has changed since it was trained; give --data PATH")
@@ -189,19 +198,26 @@ class RunChat:
     def __init__(self, run: Run):
         self._run = run
 
-    def template(self) -> "ChatTemplate | None":
-        """Return the chat template that the run was trained with, or its weights came with, or beside its tokenizer,
-        with the variables of its configuration; None without one. Raises InputError for one that is broken."""
-        from jaxlm.data.chat_template import load
+    def template(self, given: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
+        """Return the chat template that is given, or that the run was trained with, or its weights came with, or beside
+        its tokenizer; None without one. Raises InputError for one that is broken, or not there."""
+        from jaxlm.data.chat_template import chosen, load
 
         run = self._run
         if not run.paths.tokenizer.is_file():
             return None
         data, tokenizer = run.experiment().data, run.load_tokenizer()
+        if given is not None:
+            return chosen(given, key, run.paths.huggingface, tokenizer)
         template = load(run.paths.huggingface, tokenizer)
         if template is None and data.tokenizer not in TOKENIZERS:
             template = load(expanded(data.tokenizer, "data.tokenizer").parent, tokenizer)
-        return template and template.with_kwargs(data.chat_template_kwargs)
+        return template
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the template that the run was trained with."""
+        return self._run.experiment().data.chat_template_kwargs
 
     @property
     def generation(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import lock
 from jaxlm.core.schema import Change
 from jaxlm.data import tokenizers
+from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import tokens
 from jaxlm.families.files import is_published
@@ -57,6 +58,13 @@ class Run:
             tokenizer = tokenizers.load(self.paths.tokenizer)
         check_vocabulary(tokenizer, self.experiment().model.vocab_size, self.paths.tokenizer)
         return tokenizer
+
+    def keeps(self, tokenizer: str) -> bool:
+        """Return whether a `data.tokenizer` is the copy that the run keeps."""
+        own = self.paths.tokenizer
+        if tokenizer in TOKENIZERS or not own.is_file():
+            return False
+        return expanded(tokenizer, "data.tokenizer").absolute() == own.absolute()
 
     def trained_with(self, changed: Sequence[Change]) -> str:
         """Return a sentence that says with which values of these keys it was trained."""

@@ -156,12 +156,12 @@ class Job:
     def _tokenizer_and_template(self) -> "tuple[Tokenizer | None, ChatTemplate | None]":
         """Return the tokenizer of the weights that the run begins with, or of the run that is resumed, and the chat
         template that shows its conversations; None for what `data` alone gives."""
-        data, own = self._data, self._run.paths.tokenizer
+        data = self._data
         if data.tokenizer in TOKENIZERS:
             return None, None
         if self._source is not None and self._source.text.has_tokenizer:
             tokenizer, chat = self._source.text.load_tokenizer(), self._source.chat
-        elif own.is_file() and expanded(data.tokenizer, "data.tokenizer").absolute() == own.absolute():
+        elif self._run.keeps(data.tokenizer):
             tokenizer, chat = self._run.load_tokenizer(), RunChat(self._run)
         else:
             return None, None

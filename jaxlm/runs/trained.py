@@ -167,10 +167,7 @@ class RunText:
         """Return the rows of the held-out text, by source. Raises InputError where it is no longer the text of the
         run."""
         data, run, template, tokenizer = experiment.data, self._run, None, None
-        if (
-            data.tokenizer not in TOKENIZERS
-            and expanded(data.tokenizer, "data.tokenizer").absolute() == run.paths.tokenizer.absolute()
-        ):
+        if run.keeps(data.tokenizer):
             tokenizer = run.load_tokenizer()
             if data.of_conversations:
                 template = RunChat(run).template(data.chat_template, "data.chat_template")

@@ -32,7 +32,7 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.layout_choice import ModelSize, some_divisors
 from jaxlm.parallel.rules import TRAIN, Kind
 from jaxlm.training.changes import is_free
-from jaxlm.training.config import OptimizerConfig, RunConfig, TrainingConfig
+from jaxlm.training.config import DEFAULT_STEPS, DecayingScheduleConfig, OptimizerConfig, RunConfig
 from jaxlm.training.paths import RunPaths
 
 # The name of a run folder: other characters, which a shell or a library may read as a pattern, and its longest part.
@@ -111,6 +111,7 @@ def load(
     values["import"] = [*dict.fromkeys(map(str, (*plugged, *plugins.of_command())))]
     _refuse_sizes_of_training(overridden(overrides), kind)
     _leave_other_kinds(values, file, set(overridden(overrides)))
+    _leave_other_length(values, set(overridden(overrides)))
     filled = _fill(values)
     try:
         experiment = Experiment.model_validate(values)
@@ -143,6 +144,17 @@ def _sections(section: Section) -> Iterator[Section]:
         for inner in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,):
             if isinstance(inner, Section):
                 yield from _sections(inner)
+
+
+def with_steps(experiment: Experiment, steps: int) -> Experiment:
+    """Return an experiment whose training lasts so many steps, in place of `training.epochs`; a decay for which no end
+    is given ends with them."""
+    training = experiment.training.model_copy(update={"steps": steps, "epochs": None})
+    optimizer, schedule = experiment.optimizer, experiment.optimizer.schedule
+    if isinstance(schedule, DecayingScheduleConfig) and schedule.decay_steps is None:
+        schedule = schedule.model_copy(update={"decay_steps": steps})
+        optimizer = optimizer.model_copy(update={"schedule": schedule})
+    return experiment.model_copy(update={"training": training, "optimizer": optimizer})
 
 
 def resolved(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +218,8 @@ def default_run(
     by_former_key = sorted(_overridden(overrides).items(), key=lambda item: former(item[0]))
     settings = {key: value for key, value in by_former_key if not is_free(key)}
     if getattr(experiment.optimizer.schedule, "decay_steps", None) == experiment.training.steps:
-        settings |= {key: value for key, value in _overridden(overrides).items() if key == "training.steps"}
+        length = ("training.steps", "training.epochs")
+        settings |= {key: value for key, value in _overridden(overrides).items() if key in length}
     if start_from is not None:
         settings |= {"from": Path(start_from).name}
     stem = bundled.find(path).stem
@@ -457,6 +470,17 @@ def _leave_other_kinds(values: dict[str, Any], file: dict[str, Any], keys: set[s
                 now.pop(other, None)
 
 
+def _leave_other_length(values: dict[str, Any], keys: set[str]) -> None:
+    """Drop the file's length of a run, in steps or epochs, where one of these overrides gives it by the other."""
+    training, schedule = _at(values, "training"), _at(values, "optimizer.schedule")
+    if "training.steps" in keys and "training.epochs" not in keys:
+        training.pop("epochs", None)
+    if "training.epochs" in keys and "training.steps" not in keys:
+        steps = training.pop("steps", None)
+        if steps is not None and "optimizer.schedule.decay_steps" not in keys and schedule.get("decay_steps") == steps:
+            schedule.pop("decay_steps")  # which ends with the run
+
+
 def _at(values: Any, section: str) -> dict[str, Any]:
     """The table of a dotted key; an empty one where there is none."""
     for part in section.split("."):
@@ -485,8 +509,8 @@ def _fill(values: dict[str, Any]) -> set[str]:
         schedule = optimizer.setdefault("schedule", {})
         # A constant schedule, or one that is not known, does not decay.
         if isinstance(schedule, dict) and all("decay_steps" in s.model_fields for s in _schedules(schedule)):
-            steps = training.get("steps", TrainingConfig.model_fields["steps"].default)
-            if "decay_steps" not in schedule:
+            steps = training.get("steps", DEFAULT_STEPS if training.get("epochs") is None else None)
+            if "decay_steps" not in schedule and steps is not None:
                 schedule["decay_steps"] = steps
                 filled.add("optimizer.schedule.decay_steps")
     return filled

@@ -170,7 +170,9 @@ def _show(plan: "Plan") -> None:
     usd, joules = plan.usd_per_million_tokens, plan.joules_per_token
     table.add("price", f"{unknown} price" if usd is None else f"${usd:.3g} per million tokens")
     table.add("energy", f"{unknown} power" if joules is None else f"{joules:.3g} J per token")
-    if work.kind == "train" and work.steps > 1:
+    if work.steps is None or plan.run_s is None:
+        table.add("run", "the steps of training.epochs follow from the text; give training.steps=N for its time")
+    elif work.kind == "train" and work.steps > 1:
         paid = "" if plan.usd_per_run is None else f", ${plan.usd_per_run:,.2f}"
         table.add("run", f"{work.steps:,} steps in {units.seconds(plan.run_s)}{paid}")
     elif work.kind == "prefill":

@@ -109,10 +109,10 @@ class Bar(Display):
             self._reading.stop()
             self._reading = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, steps: int | None = None) -> None:
         """Show the bar, at this step: those before it are no measure of the time left."""
         self._end_reading()  # a terminal shows one at a time
-        self._task = self._bar.add_task("step", total=self._steps, completed=step, metrics="")
+        self._task = self._bar.add_task("step", total=steps or self._steps, completed=step, metrics="")
         self._bar.start()
 
     def advance(self, step: int, metrics: dict[str, Any] | None) -> None:

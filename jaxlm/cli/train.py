@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     process = None if arguments.process is None else ProcessSpec.parse(arguments.process)
     overrides = arguments.overrides if start_from is None else config.effective(arguments.overrides, configure)
     out = arguments.out or config.default_run(arguments.config, overrides, experiment, start_from)
-    display = RunBar(experiment.training.steps, RunPaths(out), arguments.json)
+    display = RunBar(experiment.training.steps or 0, RunPaths(out), arguments.json)
     with output.ignoring_closed_output():
         ended = api.train(
             experiment,

@@ -89,14 +89,14 @@ class Plan:
         return self._usd_per_s and self._usd_per_s / self.tokens_per_s * 1e6
 
     @property
-    def run_s(self) -> float:
-        """Seconds of all steps of a training run, or of the one step of inference."""
-        return self.work.steps * self.time.expected
+    def run_s(self) -> float | None:
+        """Seconds of all steps of a training run, or of the one step of inference; None if its steps are not known."""
+        return self.work.steps and self.work.steps * self.time.expected
 
     @property
     def usd_per_run(self) -> float | None:
-        """The price of `run_s`; None if no price is published."""
-        return self._usd_per_s and self._usd_per_s * self.run_s
+        """The price of `run_s`; None if no price is published, or its steps are not known."""
+        return self._usd_per_s and self.run_s and self._usd_per_s * self.run_s
 
     @property
     def _usd_per_s(self) -> float | None:

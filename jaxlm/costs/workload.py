@@ -61,7 +61,8 @@ class Workload:
       platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
         (`kernels_pallas.flash_attention.causal_chunks`).
       optimizer, lora, objective, microbatches, steps, dropout, average: in training alone. `objective`: that of text.
-        `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of the run.
+        `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of the run, None
+        where they follow from text that is not read.
         `dropout`: whether numbers are dropped. `average`: whether an average of the parameters is kept beside them.
       page, chunk_tokens, engine_steps, is_padded: in inference alone. `page`: tokens of a page. `chunk_tokens`: the
         most rows of prompts in a step, on each shard. `engine_steps`: the steps of one shape that this workload is
@@ -81,7 +82,7 @@ class Workload:
     lora: LoraConfig | None = None
     objective: ObjectiveConfig = NextTokenConfig()
     microbatches: int = 1
-    steps: int = 1
+    steps: int | None = 1
     dropout: bool = False
     average: bool = False
     page: int = EngineSettings.page

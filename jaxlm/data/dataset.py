@@ -149,6 +149,11 @@ class _Cache:
                 tokenizer.save(folder / "tokenizer.json")
         with reading(directory):
             tokenizer = tokenizers.load(directory / "tokenizer.json")
+        if kind == "bpe" and tokenizer.vocab_size < vocabulary:
+            self._say(
+                f"the text gives a BPE tokenizer of {tokenizer.vocab_size} tokens and no more, and model.vocab_size = "
+                f"{vocabulary}; set model.vocab_size={tokenizer.vocab_size}, or give more text"
+            )
         return _fitting(tokenizer, vocabulary)
 
     def split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:

@@ -10,7 +10,7 @@ from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
 from jaxlm.families import post_processor, tokens
-from jaxlm.families.files import DTYPES, GENERATION, TOKENIZER
+from jaxlm.families.files import DTYPES, GENERATION, TOKENIZER, TOKENIZER_CONFIG
 from jaxlm.runs.folder import Run
 from jaxlm.runs.job_folder import write_files
 from jaxlm.runs.published import PublishedSource
@@ -106,13 +106,20 @@ def export(
 
 
 def _ending_answers(source: ModelSource, sidecar_files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return files of which generation_config.json names the token that ends an answer of the run's own template."""
+    """Return files that name what the run's own template needs: in tokenizer_config.json the tokens that it writes by
+    name, and in generation_config.json the token that ends an answer."""
     template = source.chat.template()
-    if template is None or not (ends := template.stop_token_ids - template.tokenizer.stop_token_ids):
+    if template is None:
         return sidecar_files
-    generation = json.loads(sidecar_files.get(GENERATION, b"{}"))
-    generation["eos_token_id"] = [*sorted(ends), *sorted(template.tokenizer.stop_token_ids)]
-    return sidecar_files | {GENERATION: json.dumps(generation, indent=2).encode()}
+    changed: dict[str, dict[str, Any]] = {}
+    settings = json.loads(sidecar_files.get(TOKENIZER_CONFIG, b"{}"))
+    if unnamed := {name for name in template.reads & template.variables.keys() if settings.get(name) is None}:
+        changed[TOKENIZER_CONFIG] = settings | {name: template.variables[name] for name in sorted(unnamed)}
+    if ends := template.stop_token_ids - template.tokenizer.stop_token_ids:
+        known = [*sorted(ends), *sorted(template.tokenizer.stop_token_ids)]
+        changed[GENERATION] = json.loads(sidecar_files.get(GENERATION, b"{}")) | {"eos_token_id": known}
+    contents = {name: json.dumps(content, indent=2, ensure_ascii=False) for name, content in changed.items()}
+    return sidecar_files | {name: content.encode() for name, content in contents.items()}
 
 
 def _own_tokenizer(text: ModelText, experiment: Experiment) -> dict[str, bytes]:

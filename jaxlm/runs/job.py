@@ -1,6 +1,7 @@
 """One start of a training run: from its data to its sample, as one process of a job."""
 
 import json
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 # Characters of a digest, to tell it from others.
 _SHOWN = 12
+# Epochs up to which repeated text is about as good as new text (Muennighoff et al. 2023, arXiv:2305.16264).
+_MANY_EPOCHS = 4.0
 
 
 class Job:
@@ -59,7 +62,7 @@ class Job:
         self._run = JobFolder(out)
         self._experiment = experiment = self._run.with_former_defaults(experiment)
         self._display, self._spec = display, spec
-        self._traced = traced and traced.check(experiment.training.steps)
+        self._traced = traced
         sinks.check_installed(experiment.records.wandb_project)
         self._continue_with_changes, self._source = continue_with_changes, source
         self._data = experiment.data  # as it is read: a run that begins has no tokenizer and template of its own yet
@@ -70,11 +73,23 @@ class Job:
             check_start(source, experiment)
             self._experiment = experiment = with_own_tokenizer(experiment, source, self._run.paths.tokenizer)
         self._origin = None if source is None else source.weights.origin()
-        self._changed = self._run.check(experiment, continue_with_changes, self._origin)
+        self._epochs = experiment.training.epochs  # which the text makes a number of steps
+        if experiment.training.steps is None and self._run.paths.config.is_file():
+            recorded = self._run.experiment().training.steps
+            self._experiment = experiment = experiment if recorded is None else config.with_steps(experiment, recorded)
+        self._set_length(experiment)
         self._stop = StopRequest(self._leave, max_hours)
         self._template: ChatTemplate | None = None  # that shows conversations
         self._saved: int | None = None  # the step that is
         self._trained_from: int | None = None  # the first step of this start
+
+    def _set_length(self, experiment: Experiment) -> None:
+        """Take an experiment, whose steps are known or not. Raises InputError where the run in the folder is another,
+        or where it ends before the steps that are to be traced."""
+        self._experiment = experiment
+        self._changed = self._run.check(experiment, self._continue_with_changes, self._origin)
+        if self._traced is not None and experiment.training.steps is not None:
+            self._traced = self._traced.check(experiment.training.steps)
 
     def run(self) -> Ended:
         """Train, write the sample, and say how it ended."""
@@ -150,7 +165,17 @@ class Job:
         if self._source is not None:
             check_tokenizer(self._source, dataset.tokenizer)
         with processes.first_process_first("packing"):
-            self._pack(dataset)
+            rows = self._pack(dataset)
+        training = self._experiment.training
+        if self._epochs is not None:
+            count = sum(rows.values())
+            steps = math.ceil(self._epochs * count / training.batch)
+            self._display.say(
+                f"training.epochs = {self._epochs:g}: {steps:,} steps of {training.batch} rows, of {count:,}"
+            )
+            if steps != training.steps:
+                self._set_length(config.with_steps(self._experiment, steps))
+        self._say_what_is_repeated(dataset, rows)
         return dataset
 
     def _tokenizer_and_template(self) -> "tuple[Tokenizer | None, ChatTemplate | None]":
@@ -186,23 +211,41 @@ class Job:
             contents[chat_template.FILE] = self._template.source.encode()
         return contents
 
-    def _pack(self, dataset: Dataset) -> None:
-        """Pack the rows of training and of evaluation. Show one conversation and what of it is learned, and say how
-        many are cut or left out. Raises InputError where a source leaves nothing to learn, or to measure."""
-        sequence = self._experiment.training.sequence
+    def _pack(self, dataset: Dataset) -> dict[str, int]:
+        """Pack the rows of training and of evaluation, and return the number of rows to train on of each source. Show
+        one conversation and what of it is learned, and say how many are cut or left out. Raises InputError where a
+        source leaves nothing to learn, or to measure."""
+        sequence, counts = self._experiment.training.sequence, {}
         for name, source in dataset.sources.items():
             for side, store in (("training", source.train), ("held-out", source.held_out)):
                 try:
-                    remark = cut_remark(rows_of(store, sequence))
+                    rows = rows_of(store, sequence)
+                    remark = cut_remark(rows)
                 except NothingToLearn as error:
                     raise InputError(f"{side} text of {name}: {error}") from None
                 if remark is not None:
                     self._display.say(f"{side} text of {name}: {remark}")
+                if side == "training":
+                    counts[name] = len(rows)
             if source.train.of_conversations:
                 titles = ["a chosen answer", "the rejected one"] if source.train.of_pairs else ["one conversation"]
                 for number, title in enumerate(titles):
                     pieces = conversations.pieces(source.train, number, dataset.tokenizer)
                     self._display.example(f"{title} of {name}, and what of it is learned:", pieces)
+        return counts
+
+    def _say_what_is_repeated(self, dataset: Dataset, rows: dict[str, int]) -> None:
+        """Say how often the text of each source is read, where that is more than once."""
+        training = self._experiment.training
+        for name, source in dataset.sources.items():
+            epochs = (training.steps or 0) * training.batch * source.weight / rows[name]
+            many = epochs > _MANY_EPOCHS
+            if many or (epochs > 1.05 and self._epochs is None):
+                advice = "; text that is read so often teaches ever less (arXiv:2305.16264): give more, or train less"
+                self._display.say(
+                    f"{name} is read {epochs:.1f} times: {training.steps:,} steps of {training.batch} rows, and it has "
+                    f"{rows[name]:,}{advice if many else ''}"
+                )
 
     def _count(self) -> "tuple[Counted, Mesh]":
         """Make the mesh, and say what a step on it costs."""
@@ -225,10 +268,11 @@ class Job:
         if replicated := say_replicated(costs.work):
             say(replicated)
         say(say_counted(costs))
-        ends = getattr(experiment.optimizer.schedule, "decay_steps", experiment.training.steps)
-        if ends < experiment.training.steps:
+        steps = experiment.training.steps
+        ends = getattr(experiment.optimizer.schedule, "decay_steps", steps)
+        if ends is not None and steps is not None and ends < steps:
             say(
-                f"optimizer.schedule.decay_steps = {ends}: from there to training.steps = {experiment.training.steps} "
+                f"optimizer.schedule.decay_steps = {ends}: from there to training.steps = {steps} "
                 "the learning rate stays where it ends"
             )
         return costs, mesh

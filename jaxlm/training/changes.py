@@ -11,7 +11,7 @@ from jaxlm.training.config import RunConfig
 _FREE = (
     *("import", "evaluation.*", "checkpoint.*", "records.*", "mesh.*", "inference.*"),
     *("execution.remat", "execution.scan_layers", "execution.kernels"),
-    *(f"training.{name}" for name in ("steps", "log_every", "max_skipped_in_a_row", "microbatches")),
+    *(f"training.{name}" for name in ("steps", "epochs", "log_every", "max_skipped_in_a_row", "microbatches")),
     *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),
 )
 # Keys of paths: what is found there makes a run, and `jaxlm.runs` compares that.

@@ -1,8 +1,8 @@
 """The sections of an experiment that say how a model is trained. Imports no JAX."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxlm.core.schema import BelowOne, Count, CountFromZero, InWords, Kinds, NonNegative, Positive, Section, Share
 from jaxlm.data.config import DataConfig
@@ -10,14 +10,19 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.lora_config import LoraConfig
 
+DEFAULT_STEPS = 1000
+
 
 class TrainingConfig(Section):
     """The optimizer's steps and what each of them learns from."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the parameters, the order of the text, dropout and the sample."""
-    steps: Count = 1000
+    steps: Annotated[Count | None, InWords(default=f"{DEFAULT_STEPS}, or those of training.epochs")] = None
     """Optimizer steps of the whole run."""
+    epochs: Positive | None = None
+    """In place of `steps`: how often the rows of training text are read. It becomes a number of steps once the text is
+    packed, rounded up, which the run records. Sources that are mixed by weight count together."""
     batch: Count = 16
     """Sequences per optimizer step over the whole job."""
     microbatches: Count = 1
@@ -37,6 +42,19 @@ class TrainingConfig(Section):
     max_skipped_in_a_row: Count = 10
     """Steps in a row whose loss or gradient is not finite, and which are skipped, that end the run."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_steps(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("steps") is None and values.get("epochs") is None:
+            return {**values, "steps": DEFAULT_STEPS}
+        return values
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("training.steps and training.epochs are both given; keep one")
+        return self
+
 
 class ScheduleConfig(Section):
     """The keys of every learning-rate schedule. Its steps are updates."""
@@ -49,7 +67,7 @@ class ScheduleConfig(Section):
 class DecayingScheduleConfig(ScheduleConfig):
     """The keys of every schedule that ends below its peak."""
 
-    decay_steps: Annotated[Count, InWords(default="training.steps")]
+    decay_steps: Annotated[Count | None, InWords(default="training.steps")] = None
     """The update at which the decay ends."""
     final_fraction: Share = 0.0
     """The learning rate at the end of the decay, relative to the peak."""

@@ -34,8 +34,8 @@ class Display:
     def progress(self, doing: str, done: int, size: int) -> None:
         """`done` of `size` bytes are read, before the first step."""
 
-    def begin(self, step: int) -> None:
-        """Training begins, with `step` steps done before."""
+    def begin(self, step: int, steps: int) -> None:
+        """Training begins, with `step` of `steps` steps done before."""
 
     def advance(self, step: int, metrics: dict[str, Any] | None) -> None:
         """`step` steps are done; metrics come with those that are recorded."""

@@ -86,6 +86,8 @@ class Trainer:
         start: Start,
     ):
         self._settings, self._mesh, self._paths, self._mfu = settings, mesh, paths, mfu
+        assert settings.training.steps is not None  # `jaxlm.config.with_steps` where epochs were given
+        self._last = settings.training.steps
         self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
         self._norms_every = settings.records.norms_every
         self._clock, self._display, self._profiler = start.clock, start.display, start.profiler
@@ -164,7 +166,7 @@ class Trainer:
                     references.write(kept, rows.reference)
 
     def _continue(self, step: int, state: TrainState) -> Result:
-        training, last, self._first = self._training, self._training.steps, step + 1
+        training, last, self._first = self._training, self._last, step + 1
         # An evaluation that was interrupted comes first.
         due = step > 0 and self._evaluates_at(step) and not self._recorder.holds("evaluation", step)
         if step >= last and not due:
@@ -183,7 +185,7 @@ class Trainer:
                 compared = self._evaluate(step, programs, state)
                 with self._clock.phase("checkpoint"):
                     self._saved.note(step, compared)
-            self._display.begin(step)
+            self._display.begin(step, last)
             self._throughput.restart()
             while step < last and not self._consensus.result():
                 if self._norms_every and (step + 1) % self._norms_every == 0:
@@ -262,7 +264,7 @@ class Trainer:
         self._attempts.write(step)
         in_a_row = int(metrics["skipped_in_a_row"])
         row = None
-        if step == 1 or step % self._training.log_every == 0 or step == self._training.steps:
+        if step == 1 or step % self._training.log_every == 0 or step == self._last:
             rates = self._throughput.rates()
             row = {
                 "step": step,
@@ -287,13 +289,13 @@ class Trainer:
             )
 
     def _evaluates_at(self, step: int) -> bool:
-        return step >= self._training.steps or step % self._evaluation.every == 0
+        return step >= self._last or step % self._evaluation.every == 0
 
     def _evaluate(self, step: int, programs: TrainPrograms, state: TrainState) -> float | None:
         """Record the held-out loss, at the end on more rows. Returns what the checkpoints of a run are compared by, the
         loss on the rows of every evaluation; None where it is not finite, or the run is to stop before."""
         few, tokens = self._evaluation.batches, self._training.batch * self._training.sequence
-        limit = math.ceil(self._evaluation.final_tokens / tokens) if step >= self._training.steps else few
+        limit = math.ceil(self._evaluation.final_tokens / tokens) if step >= self._last else few
 
         def held_out(parameters: Tree, limit: int) -> Evaluation | None:
             rows, batch, whole = self._held_out_rows, self._training.batch, joined(parameters, state.base)

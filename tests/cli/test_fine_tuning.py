@@ -134,6 +134,47 @@ def test_a_model_learns_what_is_preferred(tuned):
     assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1.0 and rows[-1]["rejected_reward"] < 0
 
 
+@pytest.mark.parametrize(("name", "of"), [("chat", "conversations"), ("dpo", "pairs")])
+def test_prompts_that_leave_nothing_to_learn_are_refused(name, of, kinds, model, tmp_path, capsys):
+    given = ["train", str(kinds[name]), "--from", str(model), "--out", str(tmp_path / "run"), "training.sequence=8"]
+    assert main(given) == 2
+    said = f"jaxlm: training text of data: none of the 24 {of} has a token to learn: what is before their answers is "
+    assert f"{said}longer than training.sequence = 8 tokens; raise it to " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    if name == "chat":
+        conversations = str(kinds[name].with_name("chat-held-out.jsonl"))
+        assert main(["eval", str(model), "--chat", conversations, "training.sequence=8"]) == 2
+        assert f"{conversations}: none of the 8 conversations has a token to learn" in capsys.readouterr().err
+
+
+def test_a_base_model_learns_to_converse_by_a_template_that_has_a_name(model, kinds, tmp_path, capsys):
+    """Its vocabulary has none of ChatML's control tokens: an answer ends with </s>, here and where it is exported."""
+    base, run, out = (tmp_path / name for name in ("base", "run", "out"))
+    shallow(base)
+    given = ["data.chat_template=chatml", "data.chat_template_kwargs={}", "training.sequence=96", "training.epochs=0.5"]
+    given += ["records.sample_tokens=0", "evaluation.batches=1"]
+    assert main(["train", str(kinds["chat"]), "--from", str(base), "--out", str(run), *given]) == 0
+    assert "a ⟦Quack</s>⟧" in capsys.readouterr().err.replace("assistant\n", "a ").replace("Woof", "Quack")
+    assert runs.rows(run)[-1]["step"] == api.load(run).experiment.training.steps == 2
+    assert main(["export", str(run), str(out)]) == 0
+    question = [_said("user", "Hi")]
+    for place, named in ((run, None), (out, None), (base, "chatml")):
+        template = api.load(place, chat_template=named).chat_template
+        assert template.render(question, reply=True) == "<|im_start|>user\nHi</s>\n<|im_start|>assistant\n"
+        assert template.stop_token_ids == {2}
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2
+    capsys.readouterr()
+    conversations = str(kinds["chat"].with_name("chat-held-out.jsonl"))
+    cache = f"data.cache={kinds['chat'].parent / 'cache'}"
+    asked = ["--chat", conversations, "--chat-template", "chatml", "--json", "training.sequence=96", cache]
+    assert main(["eval", str(base), *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] > 8
+    assert main(["generate", str(base), "--chat", "--chat-template", "chatlm", "--prompt", "Hi"]) == 2
+    assert "--chat-template: there is no file chatlm" in capsys.readouterr().err
+    assert main(["generate", str(base), "--chat-template", "chatml", "--prompt", "Hi"]) == 2
+    assert "--chat-template is of a conversation: add --chat" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive  # test_adapter_runs.py trains adapters with AdamW
 @pytest.mark.parametrize("name", ["chat", "dpo"])
 @pytest.mark.parametrize("changes", [["optimizer.kind=muon"], ["training.dropout=0.1"]], ids=["muon", "dropout"])

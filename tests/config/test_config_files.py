@@ -62,7 +62,7 @@ def test_a_resolved_file_holds_every_key():
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
     kinds = ("chat", "preferences", "chat_template", "validation")
     data = {f"data.{name}" for name in ("documents", "if_missing", "held_out", *kinds)}
-    assert missing == model | data | {"training.ema_decay", "dpo", "lora"} | records
+    assert missing == model | data | {"training.ema_decay", "training.epochs", "dpo", "lora"} | records
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from config_fixtures import SMALL, write
+from config_fixtures import CONTENT, SMALL, write
 
-from jaxlm.config import load
+from jaxlm.config import load, with_steps
 from jaxlm.core.errors import InputError
+from jaxlm.training.schedules import schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -26,6 +27,30 @@ def test_the_schedule_decays_over_the_steps_unless_given():
 def test_the_schedule_decays_over_the_default_steps_too():
     experiment = load(CONFIGS / "models" / "gpt2-124m.toml")
     assert experiment.optimizer.schedule.decay_steps == experiment.training.steps
+
+
+def test_epochs_take_the_place_of_steps_until_the_text_is_read():
+    experiment = load(SMALL, ["training.epochs=2"])
+    assert (experiment.training.steps, experiment.optimizer.schedule.decay_steps) == (None, None)
+    assert load(SMALL, ["training.epochs=2", "optimizer.schedule.decay_steps=7"]).optimizer.schedule.decay_steps == 7
+    resolved = with_steps(experiment, 30)
+    assert (resolved.training.steps, resolved.training.epochs, resolved.optimizer.schedule.decay_steps) == (
+        30,
+        None,
+        30,
+    )
+    with pytest.raises(InputError, match="training.steps and training.epochs are both given; keep one"):
+        load(SMALL, ["training.epochs=2", "training.steps=30"])
+    with pytest.raises(InputError, match="steps of training.epochs follow from .* text, .* set training.steps"):
+        schedule(experiment.optimizer.schedule, 1.0)
+
+
+def test_an_override_of_the_length_takes_the_place_of_the_other(tmp_path):
+    (tmp_path / "x.toml").write_text(CONTENT.replace("steps = 400", "epochs = 3"))
+    assert load(tmp_path / "x.toml", ["training.steps=9"]).training.epochs is None
+    (tmp_path / "recorded.toml").write_text(with_steps(load(tmp_path / "x.toml"), 30).to_toml())
+    longer = load(tmp_path / "recorded.toml", ["training.epochs=4"])
+    assert (longer.training.epochs, longer.training.steps, longer.optimizer.schedule.decay_steps) == (4.0, None, None)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "warmup_stable_decay"])

@@ -127,7 +127,7 @@ def test_without_the_control_tokens_marks_are_text_and_answers_end_with_that_of_
 
 
 def test_where_nothing_ends_a_text_marks_stay_as_they_are(tmp_path):
-    tokenizer = characters_tokenizer(["<|im_start|>user\nassistant1+2?_end"])
+    tokenizer = characters_tokenizer(["<|im_start|>user\nassistant1+2?!_end"])
     template = named("chatml", tmp_path, tokenizer)
     assert template.render([QUESTION], reply=False) == "<|im_start|>user\n1+1?<|im_end|>\n"
     assert not ends_answers(template)

@@ -248,24 +248,25 @@ def read(
     return ChatTemplate(_text(file), tokenizer, _tokens(folder, tokenizer), str(file), now)
 
 
-def chosen(given: str, key: str, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+def chosen(path_or_name: str, key: str, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the chat template at a path, or by a name of `jaxlm.data.named_templates`; a path that exists goes before
     a name.
 
     Args:
-      given: path or name, under a key or option.
+      path_or_name: as a key or option gives it.
+      key: that key or option, for messages.
       folder: has the names of tokens, as in `read`.
 
     Raises InputError where it is neither.
     """
-    if (file := expanded(given, key)).exists():
+    if (file := expanded(path_or_name, key)).exists():
         return read(file, folder, tokenizer)
-    if given not in named_templates.NAMES:
+    if path_or_name not in named_templates.NAMES:
         names = ", ".join(named_templates.NAMES)
-        raise InputError(f"{key}: there is no file {given}, and the templates that have a name are {names}")
+        raise InputError(f"{key}: there is no file {path_or_name}, and the templates that have a name are {names}")
     tokens = _tokens(folder, tokenizer)
-    source = named_templates.source(given, tokenizer, tokens.get("eos_token"))
-    return ChatTemplate(source, tokenizer, tokens, f"the chat template {given}")
+    source = named_templates.source(path_or_name, tokenizer, tokens.get("eos_token"))
+    return ChatTemplate(source, tokenizer, tokens, f"the chat template {path_or_name}")
 
 
 def _tokens(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:

@@ -149,7 +149,7 @@ class PublishedChat:
     def __init__(self, model: "PublishedModel", text: PublishedText):
         self._model, self._text = model, text
 
-    def template(self, given: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
+    def template(self, path_or_name: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
         """Return the chat template that is given, or of the directory; None without one, or without a tokenizer. Raises
         InputError for one that is broken, or not there."""
         from jaxlm.data.chat_template import chosen, load
@@ -157,7 +157,7 @@ class PublishedChat:
         if not self._text.has_tokenizer:
             return None
         folder, tokenizer = self._model.folder, self._text.load_tokenizer()
-        return load(folder, tokenizer) if given is None else chosen(given, key, folder, tokenizer)
+        return load(folder, tokenizer) if path_or_name is None else chosen(path_or_name, key, folder, tokenizer)
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -107,8 +107,8 @@ class ModelText(Protocol):
 class ModelChat(Protocol):
     """The chat template of a model, and the settings that its publisher draws with."""
 
-    def template(self, given: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
-        """Return the chat template, or None: that `given` under a key or option, a path or a name
+    def template(self, path_or_name: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
+        """Return the chat template, or None: that of a path or a name, which a key or option gives
         (`jaxlm.data.chat_template.chosen`), or else the model's own. Raises InputError for one that is broken, or not
         there."""
         ...

@@ -195,7 +195,7 @@ class RunChat:
     def __init__(self, run: Run):
         self._run = run
 
-    def template(self, given: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
+    def template(self, path_or_name: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
         """Return the chat template that is given, or that the run was trained with, or its weights came with, or beside
         its tokenizer; None without one. Raises InputError for one that is broken, or not there."""
         from jaxlm.data.chat_template import chosen, load
@@ -204,8 +204,8 @@ class RunChat:
         if not run.paths.tokenizer.is_file():
             return None
         data, tokenizer = run.experiment().data, run.load_tokenizer()
-        if given is not None:
-            return chosen(given, key, run.paths.huggingface, tokenizer)
+        if path_or_name is not None:
+            return chosen(path_or_name, key, run.paths.huggingface, tokenizer)
         template = load(run.paths.huggingface, tokenizer)
         if template is None and data.tokenizer not in TOKENIZERS:
             template = load(expanded(data.tokenizer, "data.tokenizer").parent, tokenizer)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.parallel.rules import Kind
     from jaxlm.runs.comparison import RunComparison
-    from jaxlm.runs.conversion import Converted
+    from jaxlm.runs.conversion import Converted, Imported
     from jaxlm.runs.summary import RunSummary
     from jaxlm.training.display import Display, Ended
     from jaxlm.training.profile import ProfiledSteps
@@ -140,7 +140,7 @@ def load(
     return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say, chat_template)
 
 
-def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None] = _silent) -> "Converted":
+def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None] = _silent) -> "Imported":
     """Convert a Hugging Face directory into a run, once. Nothing of it is executed.
 
     Args:
@@ -149,8 +149,8 @@ def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None]
       run: the folder to make. Training starts from it, and does not continue in it.
       say: takes a line about what is not read, or odd.
 
-    Returns the family and the number of parameters. Raises InputError where the directory is broken, has a key or a
-    tensor that jaxlm does not know, or where the folder is taken.
+    Returns the family, the number of parameters, and their dtype. Raises InputError where the directory is broken, has
+    a key or a tensor that jaxlm does not know, or where the folder is taken.
     """
     from jaxlm.runs import conversion
 

@@ -18,5 +18,5 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(done._asdict()))
     else:
-        print(f"{arguments.run}: {done.family}, {done.parameters:,} parameters")
+        print(f"{arguments.run}: {done.family}, {done.parameters:,} parameters, {done.dtype}")
     return 0

@@ -23,13 +23,21 @@ if TYPE_CHECKING:
 
 
 class Converted(NamedTuple):
-    """The family of a model that was imported or exported, and its parameters."""
+    """The family of a model that was exported, and its parameters."""
 
     family: str
     parameters: int
 
 
-def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
+class Imported(NamedTuple):
+    """The family of a model that was imported, its parameters, and the dtype that it is stored in and computes in."""
+
+    family: str
+    parameters: int
+    dtype: str
+
+
+def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Imported:
     """Convert a model in a Hugging Face directory, or of the Hub, into a run, once, in the dtype that it is stored in.
 
     The small files of the directory are copied to `huggingface/` of the run, for its tokenizer and for an export.
@@ -71,7 +79,7 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
     experiment = experiment.model_copy(update={"execution": execution})
     checkpoints.save_parameters(run.paths.checkpoints, parameters)
     replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
-    return Converted(source.family.name, parameter_count(source.model))
+    return Imported(source.family.name, parameter_count(source.model), execution.dtype)
 
 
 def _is_finite(x: "jax.Array") -> "jax.Array":

@@ -37,6 +37,11 @@ def imported(published, tmp_path_factory) -> Path:
     return run
 
 
+def test_an_import_says_the_dtype(published, tmp_path, capsys):
+    assert main(["import", str(published), str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+
+
 def stored_as(published: Path, dtype: np.dtype, folder: Path) -> Path:
     """Return a copy whose tensors are in another dtype."""
     shutil.copytree(published, folder)

@@ -139,6 +139,20 @@ def test_answers_are_read_as_they_are_written(form, text, said, thought, count, 
 
 
 @pytest.mark.parametrize(("form", "text", "said", "thought", "count"), CASES)
+def test_an_answer_goes_on_with_what_was_given(form, text, said, thought, count):
+    """From any place on: what was given is in no text, and a call or a thought that it began is whole or goes on."""
+    bare = tokenizer([])
+    for cut in range(len(text) + 1):
+        answer = AnswerText(bare, Request([1], 9), form, SCHEMAS, continued=text[:cut])
+        rest = "".join(answer.add(token) for token in encoded(text[cut:], bare)) + answer.rest()
+        thoughts, calls = answer.taken()
+        assert said.endswith(rest) and thought.endswith(thoughts) and len(calls) <= count
+        if not cut:
+            assert (rest, thoughts, len(calls)) == (said, thought, count)
+    assert (rest, thoughts) == ("", "")
+
+
+@pytest.mark.parametrize(("form", "text", "said", "thought", "count"), CASES)
 def test_pieces_do_not_matter(form, text, said, thought, count):
     draw = random.Random(0)
     for _ in range(20):

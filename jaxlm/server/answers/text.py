@@ -40,10 +40,11 @@ class AnswerText:
         self._reader = form.reader(schemas, prompt_end)
         self._scanner = StopScanner(request.stop, tokenizer.controls if request.stop else {}, request.includes_stop)
         self._thought, self._calls, self._count = "", [], 0
-        self._given = ""  # of what was given before, the part that the reader holds back
+        self._given_said = self._given_thought = ""  # what the reader holds back of what was given before
         if continued:
             self._reader.add(continued)
-            self._given = copy.deepcopy(self._reader).rest().said
+            held = copy.deepcopy(self._reader).rest()
+            self._given_said, self._given_thought = held.said, held.thought
         self._begun = self._said(self._reader.add(begun)) if begun else ""
 
     @property
@@ -90,13 +91,19 @@ class AnswerText:
         return thought, calls
 
     def _said(self, parts: AnswerParts, mark: str = "") -> str:
-        same = len(os.path.commonprefix([self._given, parts.said]))
-        self._given = self._given[same:] if same == len(parts.said) else ""
-        text = self._scanner.add(parts.said[same:] + mark, self._count <= self._request.min_tokens)
-        self._thought += parts.thought
+        said, self._given_said = _without(self._given_said, parts.said)
+        thought, self._given_thought = _without(self._given_thought, parts.thought)
+        text = self._scanner.add(said + mark, self._count <= self._request.min_tokens)
+        self._thought += thought
         if not self.stopped:
             self._calls += parts.calls
         return text
+
+
+def _without(given: str, piece: str) -> tuple[str, str]:
+    """Return a piece of text without the beginning that was given before, and what may come of that yet."""
+    same = len(os.path.commonprefix([given, piece]))
+    return piece[same:], given[same:] if same == len(piece) else ""
 
 
 def with_controls(tokenizer: Tokenizer, text: str) -> list[int]:

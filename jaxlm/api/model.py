@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from jaxlm.config import Experiment
     from jaxlm.costs.workload import Workload
-    from jaxlm.data.chat_template import ChatTemplate, Message
+    from jaxlm.data.call_shapes import Message
+    from jaxlm.data.chat_template import ChatTemplate
     from jaxlm.data.tokenizers import Tokenizer
     from jaxlm.inference.completion import Completion, TextChunk
     from jaxlm.inference.engine import Engine

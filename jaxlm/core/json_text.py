@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can escape and UTF-8 cannot hold
 
 
-def json_text(value: Any, *, ensure_ascii: bool = False, allow_nan: bool = False, **options: Any) -> str:
+def json_text(value: Any, ensure_ascii: bool = False, *, allow_nan: bool = False, **options: Any) -> str:
     """Return a value as JSON, in which half a character stays the escape that a text may have had it from.
 
     Args:
@@ -37,8 +37,3 @@ DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 def json_value(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError for what is no JSON, NaN and Infinity among it."""
     return DECODER.decode(text)
-
-
-def in_utf8(text: str) -> str:
-    """Return a text that UTF-8 can hold: U+FFFD stands for each half of a character without the other."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

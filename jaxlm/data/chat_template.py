@@ -9,7 +9,7 @@ import copy
 import datetime
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +21,11 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.json_text import json_text
 from jaxlm.data import named_templates
+from jaxlm.data.call_shapes import CallShape, Message, shape_of
 from jaxlm.data.config import expanded
 from jaxlm.data.tokenizers import Tokenizer
-
-Message = Mapping[str, Any]
 
 FILE, SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"  # of older files, for what SETTINGS does not name
@@ -91,7 +91,8 @@ class ChatTemplate:
                 raise InputError(f"chat_template_kwargs: {self.name} reads no {name!r}; what it reads is {read}")
         template = copy.copy(self)
         template.variables = self.variables | dict(kwargs)
-        template.__dict__.pop("stop_token_ids", None)  # of the former variables
+        for of_former_variables in ("stop_token_ids", "_call_shape"):
+            template.__dict__.pop(of_former_variables, None)
         return template
 
     def encode(
@@ -123,9 +124,7 @@ class ChatTemplate:
         continues: bool = False,
     ) -> str:
         """Return the text that `encode` encodes. Raises InputError as it does."""
-        names = {token: name for name, token in self.tokenizer.controls.items()}
-        pieces = self._pieces(messages, reply, tools, continues)
-        return "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
+        return self._text(self._pieces(messages, reply, tools, continues))
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
@@ -145,12 +144,28 @@ class ChatTemplate:
                     return frozenset([following])
         return frozenset()
 
+    @cached_property
+    def _call_shape(self) -> CallShape:
+        """The shape in which the template shows messages with calls."""
+        return shape_of(lambda messages, shape: self._text(self._pieces(messages, False, None, shape=shape)))
+
+    def _text(self, pieces: Iterable[str | int]) -> str:
+        names = {token: name for name, token in self.tokenizer.controls.items()}
+        return "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
+
     def _pieces(
-        self, messages: Sequence[Message], reply: bool, tools: Sequence[Any] | None, continues: bool = False
+        self,
+        messages: Sequence[Message],
+        reply: bool,
+        tools: Sequence[Any] | None,
+        continues: bool = False,
+        shape: CallShape | None = None,
     ) -> Iterator[str | int]:
         """Yield what the template writes: texts, and the ids of control tokens between them."""
-        shown_messages = [with_arguments_as_tables(message) for message in messages]
-        context = {"messages": shown_messages, "tools": list(tools) if tools else None}
+        if any(message.get("tool_calls") for message in messages):
+            shape = shape or self._call_shape
+            messages = [shape.shaped(message) for message in messages]
+        context = {"messages": list(messages), "tools": list(tools) if tools else None}
         used = set(json.dumps(context, ensure_ascii=False))
         free = iter(character for character in _STAND_INS if character not in used)
         end = next(free, "") if continues else ""
@@ -195,33 +210,6 @@ class ChatTemplate:
         """A pattern of all control tokens, the longest first."""
         names = sorted(self.tokenizer.controls, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
-
-
-def with_arguments_as_tables(message: Message) -> Message:
-    """Return a message as templates read it: the arguments of its calls are values, where JSON in a text is given, as
-    OpenAI's records have it. Raises InputError for a text that is no JSON."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        return message
-    return {**message, "tool_calls": [_with_table(call) for call in calls]}
-
-
-def _with_table(call: Any) -> Any:
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(function := call.get("function"), Mapping):
-        return {**call, "function": _with_table(function)}
-    if not isinstance(text := call.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(text, parse_constant=_refuse_constant) if text.strip() else {}
-    except (ValueError, RecursionError):
-        raise InputError(f"the arguments of a call must be JSON, and are {text[:_SHOWN]!r}") from None
-    return {**call, "arguments": arguments}
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def load(
@@ -359,16 +347,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _environment(now: Callable[[], datetime.datetime]) -> ImmutableSandboxedEnvironment:
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = json_text
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment

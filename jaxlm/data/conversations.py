@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import InputError
-from jaxlm.data.chat_template import ChatTemplate, Message, with_arguments_as_tables
+from jaxlm.data.call_shapes import Message, with_arguments_as_tables
+from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.store import LEARNED, TokenStore
 from jaxlm.data.tokenizers import Tokenizer
 

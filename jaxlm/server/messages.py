@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,6 +19,10 @@ _PROMPT_END = 16  # tokens of a prompt that say where its answer begins
 _THOUGHTS = ("reasoning_content", "thinking")  # keys of messages, as templates read them
 _EFFORT = "reasoning_effort"
 _NOT_SHOWN = "it is no part of what a template shows"
+
+
+_ROLES = "system", "user", "assistant"  # of every template
+Role = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
 class TextPart(RequestBody):
@@ -62,8 +67,9 @@ class CallBody(RequestBody):
 class MessageBody(RequestBody):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who says it; "developer" is "system" where the template knows no developer."""
+    role: Role
+    """Who says it: "system", "user", "assistant", "tool", or a role of the template's own. "developer" is "system"
+    where the template knows no developer."""
     content: Annotated[
         str | list[TextPart] | None, in_words('a text, or a list of parts such as {"type": "text", "text": "Hello"}')
     ] = None
@@ -131,14 +137,12 @@ def encoded(
 ) -> list[int]:
     """Return the token ids of a conversation, by default up to where the answer begins (`ChatTemplate.encode`). Raises
     Refusal where the template refuses it."""
-    shown = [tool.model_dump(exclude_none=True) for tool in tools]
+    shown_tools = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    shown = [_shown(message, template.source, place) for place, message in enumerate(messages)]
     with refusing("messages"):
-        return template.encode(
-            [_shown(message, template.source) for message in messages],
-            reply=reply,
-            tools=shown or None,
-            continues=continues,
-        )
+        ids = template.encode(shown, reply=reply, tools=shown_tools, continues=continues)
+    _check_shown(template, shown, shown_tools)
+    return ids
 
 
 def continued_text(
@@ -147,7 +151,7 @@ def continued_text(
     """Return the end of the conversation before an answer that is its final message, and the answer so far, both with
     the names of control tokens, as the template shows them."""
     shown = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    *before, last = [_shown(message, template.source) for message in messages]
+    *before, last = [_shown(message, template.source, place) for place, message in enumerate(messages)]
     with refusing("messages"):
         whole = template.render([*before, last], reply=False, tools=shown, continues=True)
     try:
@@ -158,12 +162,41 @@ def continued_text(
     return whole[:at], whole[at:]
 
 
+def _check_shown(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+    """Raise Refusal where a template drops a call, the result of one, or a message of a role that it does not know.
+
+    Each of these has a mark in its place, which must be in the text.
+    """
+    marked, dropped = [], {}
+    for place, message in enumerate(messages):
+        other, where = dict(message), f"messages.{place}: the model's chat template does not show"
+        if message["role"] not in _ROLES:
+            other["content"] = f"jaxlm_content_{place}."
+            dropped[other["content"]] = f"{where} a message of the role {message['role']!r} here; leave it out"
+        if calls := message.get("tool_calls"):
+            beside = "where it stands beside a text; leave its content" if message["content"] else "here; leave it"
+            other["tool_calls"] = []
+            for number, call in enumerate(calls):
+                function, name = call["function"], f"jaxlm_call_{place}_{number}."
+                other["tool_calls"].append({**call, "function": {**function, "name": name}})
+                dropped[name] = f"{where} the call of {function['name']!r} {beside} out"
+        marked.append(other)
+    if not dropped:
+        return
+    try:
+        text = template.render(marked, reply=True, tools=tools)
+    except InputError:  # it reads what stands there
+        return
+    if why := next((why for mark, why in dropped.items() if mark not in text), None):
+        raise Refusal(why, param="messages")
+
+
 def prompt_end(served: ServedModel, prompt: Sequence[int]) -> str:
     """Return the end of a prompt as text, with the names of control tokens."""
     return served.tokenizer.spelled_out(prompt[-_PROMPT_END:])
 
 
-def _shown(message: MessageBody, template: str) -> dict[str, Any]:
+def _shown(message: MessageBody, template: str, place: int) -> dict[str, Any]:
     """Return a message as templates read it."""
     content = message.content
     if content is None and not message.tool_calls:
@@ -173,6 +206,9 @@ def _shown(message: MessageBody, template: str) -> dict[str, Any]:
     role = message.role
     if role == "developer" and "developer" not in template:
         role = "system"
+    if role not in _ROLES and role not in template and (near := get_close_matches(role.lower(), _ROLES, 1, 0.8)):
+        where = f"messages.{place}.role"
+        raise Refusal(f"{where}: the template knows no {role!r}; did you mean {near[0]!r}?", param=where)
     shown: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         if not re.search(r"\bname\b", template):

@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jaxlm.server.events import Streamed
-from jaxlm.server.messages import MessageBody, TextPart, encoded, prompt_end, template_of
+from jaxlm.server.messages import MessageBody, Role, TextPart, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import RequestBody, Salt, SamplingBody, Seed, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
@@ -34,8 +34,8 @@ class ResponseItem(RequestBody):
 
     type: Literal["message"] | None = None
     """There are no others than messages."""
-    role: Literal["system", "developer", "user", "assistant"]
-    """Who says it."""
+    role: Role
+    """Who says it, as in a message of a chat."""
     content: Annotated[
         str | list[ResponsePart],
         in_words('a text, or a list of parts such as {"type": "input_text", "text": "Hello"}'),

@@ -107,13 +107,13 @@ def export(
     dtypes = json.loads(sidecar_files.pop(DTYPES, b'{"": "F32"}'))
     if not tokens.among(sidecar_files) and source.text.has_tokenizer:
         sidecar_files = _own_tokenizer(source.text, experiment) | sidecar_files
-    if experiment.data.chat_template is not None:
-        sidecar_files = _ending_answers(source, sidecar_files)
+    if experiment.data.of_conversations:
+        sidecar_files = ending_answers(source, sidecar_files)
     family = directory.write(out, experiment.model, parameters, dtypes, sidecar_files, say)
     return Converted(family.name, parameter_count(experiment.model))
 
 
-def _ending_answers(source: ModelSource, sidecar_files: dict[str, bytes]) -> dict[str, bytes]:
+def ending_answers(source: ModelSource, sidecar_files: dict[str, bytes]) -> dict[str, bytes]:
     """Return files that name what the run's own template needs: in tokenizer_config.json the tokens that it writes by
     name, and in generation_config.json the token that ends an answer."""
     template = source.chat.template()

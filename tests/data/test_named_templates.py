@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken
@@ -12,6 +13,7 @@ from jaxlm.data import named_templates
 from jaxlm.data.chat_template import chosen
 from jaxlm.data.conversations import Conversation, encode, ends_answers
 from jaxlm.data.tokenizers import Tokenizer, characters_tokenizer, train_bpe
+from jaxlm.runs import conversion
 
 MARKS = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -145,3 +147,19 @@ def test_content_that_is_no_text_is_refused_and_not_spelled_out(marked):
     for name in ("chatml", "llama3", "mistral"):
         with pytest.raises(InputError, match=f"the chat template {name} cannot show these messages"):
             named(name, *marked).render([{"role": "user", "content": [{"type": "text", "text": "x"}]}], reply=True)
+
+
+def test_an_export_names_what_the_template_of_a_run_needs(marked):
+    """Its base ends a text with </s>, and ChatML an answer with <|im_end|>."""
+    folder, tokenizer = marked
+    ids = {name: tokenizer.controls[name] for name in ("</s>", "<|im_end|>")}
+    base = Tokenizer(Backend.from_str(tokenizer.to_json()), stop_token_ids=[ids["</s>"]])
+
+    def exported(name, **files):
+        source = SimpleNamespace(chat=SimpleNamespace(template=lambda: named(name, folder, base)))
+        return {file: json.loads(text) for file, text in conversion.ending_answers(source, files).items()}
+
+    assert exported("chatml") == {"generation_config.json": {"eos_token_id": [ids["<|im_end|>"], ids["</s>"]]}}
+    assert exported("mistral") == {"tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"}}
+    settings = {"tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode()}
+    assert exported("mistral", **settings)["tokenizer_config.json"] == {"bos_token": "<s>", "eos_token": "</s>"}

@@ -116,8 +116,10 @@ def load(
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
-        example = "" if has_model else "; jaxlm config --example prints a whole file"
-        raise InputError(f"{path}: {explain(error, Experiment, values, filled)}{example}") from None
+        hint = "" if has_model else "; jaxlm config --example prints a whole file"
+        if is_record and any(one["type"] == "union_tag_invalid" for one in error.errors()):
+            hint = "; where a plug-in registers it, give that: --import MODULE"
+        raise InputError(f"{path}: {explain(error, Experiment, values, filled)}{hint}") from None
     _check(experiment, kind)
     if installed := plugins.installed_of(type(section).__module__ for section in _sections(experiment)):
         named = [*dict.fromkeys((*values["import"], *map(str, installed)))]

@@ -1,6 +1,7 @@
 """Plug-ins: parts in a file of one's own, in every command; what a run records, and what is never imported."""
 
 import hashlib
+import importlib
 import json
 import math
 import shutil
@@ -281,6 +282,33 @@ def test_nothing_is_imported_for_a_run_whose_plugin_nobody_named_here(here, refu
     forget()
     assert "which you have not imported yet; read it, then give --import" in refused("eval", "run")
     assert not [name for name in sys.modules if name.startswith("jaxlm_plugin_")]
+
+
+def test_a_program_may_import_the_file_itself(here, monkeypatch):
+    """Before or after a run does."""
+    monkeypatch.syspath_prepend(here)
+    try:
+        mine = importlib.import_module("mine")
+        assert type(api.load("run").config.norm) is mine.DynamicTanhConfig
+        mine.unregister()
+        del sys.modules["mine"]
+        forget()
+        assert api.load("run").config.norm.kind == "dynamic_tanh"
+        mine = importlib.import_module("mine")
+        assert type(api.load("run").config.norm) is mine.DynamicTanhConfig
+    finally:
+        mine.unregister()
+        sys.modules.pop("mine", None)
+
+
+def test_a_kind_that_a_program_registered_is_asked_for(here, refused, tmp_path):
+    """Its run records no plug-in."""
+    shutil.copytree("run", tmp_path / "run")
+    text = (tmp_path / "run" / "config.toml").read_text()
+    (tmp_path / "run" / "config.toml").write_text(text[text.index("# dpo") :])
+    line = refused("eval", tmp_path / "run")
+    assert "model.norm.kind = 'dynamic_tanh' is none of 'rms', 'layer'" in line
+    assert "where a plug-in registers it, give that: --import MODULE" in line
 
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n"

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import entry_points
@@ -283,7 +284,9 @@ def _digest(source: _Source) -> str:
 
 
 def _import(source: _Source, digest: str) -> None:
-    """Import a module; again where its file has changed since."""
+    """Import a module, unless a program did by another name; again where its file has changed since."""
+    if source.module not in sys.modules and any(map(partial(_is_of, source.file), list(sys.modules.values()))):
+        return
     if source.module.startswith("jaxlm_plugin_"):
         add_files({source.module: str(source.file)})
     if _imported.get(source.module, digest) != digest:
@@ -294,6 +297,11 @@ def _import(source: _Source, digest: str) -> None:
     except Exception as error:
         raise InputError(f"the plug-in {source.file} cannot be imported: {_said(error)}") from error
     _imported[source.module] = digest
+
+
+def _is_of(file: Path, module: Any) -> bool:
+    """Return whether a module was imported from a file."""
+    return str(file) == os.path.realpath(getattr(module, "__file__", None) or "")
 
 
 def _said(error: Exception) -> str:

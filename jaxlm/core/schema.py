@@ -1,5 +1,6 @@
 """The base class of configuration sections, sections chosen by `kind`, merging and comparison. Imports no JAX."""
 
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class Kinds:
         return Optional[self] if other is None else NotImplemented  # noqa: UP045, `|` is this method
 
     def add(self, section: type[Section]) -> None:
-        """Add a section, in place of an earlier one of the same module and name, as where a module is imported again.
+        """Add a section, in place of an earlier one of the same file and name, as where a module is imported again.
 
         Raises ValueError where it has no kind, or where another has its kind.
         """
@@ -101,7 +102,7 @@ class Kinds:
         if not isinstance(kind, str):
             raise ValueError(f'{section.__name__} needs a kind: Literal["NAME"] = "NAME"')
         before = self._sections.get(kind, section)
-        if (before.__module__, before.__qualname__) != (section.__module__, section.__qualname__):
+        if _written_at(before) != _written_at(section):
             raise ValueError(f"kind = {kind!r} is {before.__name__}; {section.__name__} needs another")
         self._sections[kind] = section
 
@@ -141,6 +142,12 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         else:
             result[key] = value
     return result
+
+
+def _written_at(section: type[Section]) -> tuple[str, str]:
+    """Return the file of a section, or the name of its module where there is none, and its name there."""
+    module = section.__module__
+    return getattr(sys.modules.get(module), "__file__", None) or module, section.__qualname__
 
 
 def kind_of(section: type[Section]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
-from jaxlm.core import bundled, plugins, toml
+from jaxlm.core import addresses, bundled, copies, plugins, toml
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.moved_keys import former, with_present_keys
@@ -33,7 +33,7 @@ from jaxlm.parallel.layout_choice import ModelSize, some_divisors
 from jaxlm.parallel.rules import TRAIN, Kind
 from jaxlm.training.changes import is_free
 from jaxlm.training.config import DEFAULT_STEPS, DecayingScheduleConfig, OptimizerConfig, RunConfig
-from jaxlm.training.paths import RunPaths
+from jaxlm.training.paths import RunPaths, small_files
 
 # The name of a run folder: other characters, which a shell or a library may read as a pattern, and its longest part.
 _UNSAFE = re.compile(r"[^\w.,=+-]", re.ASCII)
@@ -378,7 +378,8 @@ def _found(name: str | Path, folder: Path = Path()) -> tuple[Path, bool]:
     another folder."""
     if hub.is_name(name):
         return hub.fetch(name) / PUBLISHED, True
-    path = bundled.find(name, folder)
+    path = bundled.find(addresses.place(name), folder)
+    copies.pull(path, small_files)
     if is_gguf(path):
         from jaxlm.families.gguf.model import unpacked
 

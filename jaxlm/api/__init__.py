@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxlm.api.measuring import bench_decode
 from jaxlm.api.model import LoadedModel
 from jaxlm.api.serving import serve
+from jaxlm.core.addresses import place
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def configure(
 
     if start_from is None:
         return experiments.load(config, overrides)
-    return load_experiment(config, overrides, source_of(Path(start_from)))
+    return load_experiment(config, overrides, source_of(place(start_from)))
 
 
 def train(
@@ -73,7 +74,7 @@ def train(
 
     Args:
       experiment: as `configure` returns it.
-      out: folder of the run, made where it is not there.
+      out: folder of the run, made where it is not there, or its address in a bucket (gs://, s3://).
       display: shows the progress; by default nothing does.
       profile: steps to trace for XProf.
       max_hours: hours that this process may last, from its start.
@@ -91,9 +92,9 @@ def train(
     from jaxlm.runs.locate import needed_by, source_of
     from jaxlm.training.display import Display
 
-    source = needed_by(Path(out)) if start_from is None else source_of(Path(start_from))
+    source = needed_by(place(out)) if start_from is None else source_of(place(start_from))
     shown = display or Display()
-    return Job(experiment, Path(out), shown, profile, max_hours, process, continue_with_changes, source).run()
+    return Job(experiment, place(out), shown, profile, max_hours, process, continue_with_changes, source).run()
 
 
 def load(
@@ -112,7 +113,8 @@ def load(
     """Load a trained model; its parameters are restored when they are first asked for.
 
     Args:
-      run: folder of a run of `train`, a Hugging Face directory, or hf:ORG/NAME of the Hub.
+      run: folder of a run of `train`, a Hugging Face directory, the address of one in a bucket (gs://, s3://, hf://),
+        or hf:ORG/NAME of the Hub.
       overrides: `key=value` changes of its experiment, such as "mesh.tensor=1"; none may change its architecture.
       reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
       checkpoint: the newest, or the one with the lowest held-out loss.
@@ -131,7 +133,7 @@ def load(
     from jaxlm.config import overridden
     from jaxlm.runs.locate import source_of
 
-    source = source_of(Path(run))
+    source = source_of(place(run))
     if average and source.experiment().training.ema_decay is None:
         raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = source.overridden(overrides, reads)
@@ -154,7 +156,7 @@ def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None]
     """
     from jaxlm.runs import conversion
 
-    return conversion.import_run(Path(model), Path(run), say)
+    return conversion.import_run(place(model), place(run), say)
 
 
 def export(
@@ -182,20 +184,20 @@ def export(
     from jaxlm.runs.locate import source_of
 
     if adapter:
-        source = source_of(Path(run))
+        source = source_of(place(run))
         if not isinstance(source.weights, adapters.AdaptedWeights):
             raise InputError(f"{source} is no run with adapters ([lora]); leave out --adapter")
-        return adapters.export(source.weights, Path(folder), checkpoint, average, say)
+        return adapters.export(source.weights, place(folder), checkpoint, average, say)
     # Nothing is computed: each device holds as little as may be.
     model = load(run, checkpoint=checkpoint, average=average, dtype="stored", workload="prefill", say=say)
-    return conversion.export(model.source, model.parameters, model.experiment, Path(folder), say)
+    return conversion.export(model.source, model.parameters, model.experiment, place(folder), say)
 
 
 def runs(folder: str | Path = "runs") -> "list[RunSummary]":
     """Return the runs in a folder and below it, the latest first. Raises InputError where there is no such folder."""
     from jaxlm.runs.summary import find
 
-    return find(Path(folder))
+    return find(place(folder))
 
 
 def compare(runs: Sequence[str | Path], picture: str | Path | None = None) -> "RunComparison":
@@ -209,7 +211,7 @@ def compare(runs: Sequence[str | Path], picture: str | Path | None = None) -> "R
     """
     from jaxlm.runs.comparison import compare
 
-    return compare([Path(run) for run in runs], None if picture is None else Path(picture))
+    return compare([place(run) for run in runs], None if picture is None else Path(picture))
 
 
 def plan(

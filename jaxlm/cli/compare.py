@@ -6,7 +6,7 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 from jaxlm import api
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location, path
 from jaxlm.cli.tables import TextTable, numbers
 from jaxlm.core.errors import InputError
 
@@ -17,7 +17,7 @@ _COLUMNS = 6  # of losses in a table, which 80 characters hold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folders of two or more runs")
+    parser.add_argument("runs", nargs="+", type=location, metavar="RUN", help="folders of two or more runs")
     parser.add_argument("--png", type=path, metavar="PATH", help="draw the losses of all runs into one picture")
 
 

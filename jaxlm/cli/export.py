@@ -6,14 +6,18 @@ import sys
 
 from jaxlm import api
 from jaxlm.cli import trained
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location
+from jaxlm.core.addresses import with_addresses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", type=path, metavar="RUN", help="folder of a run, a Hugging Face directory, or hf:ORG/NAME"
+        "run",
+        type=location,
+        metavar="RUN",
+        help="a run or a Hugging Face directory, here or in a bucket, or hf:ORG/NAME",
     )
-    parser.add_argument("folder", type=path, metavar="HF_DIR", help="the Hugging Face directory to create")
+    parser.add_argument("folder", type=location, metavar="HF_DIR", help="the Hugging Face directory to create")
     parser.add_argument(
         "--adapter", action="store_true", help="write only the adapters of a run with [lora], as a PEFT directory"
     )
@@ -32,5 +36,5 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(done._asdict()))
     else:
-        print(f"{arguments.folder}: {done.family}, {done.parameters:,} parameters")
+        print(f"{with_addresses(arguments.folder)}: {done.family}, {done.parameters:,} parameters")
     return 0

@@ -5,12 +5,15 @@ import json
 import sys
 
 from jaxlm import api
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location
+from jaxlm.core.addresses import with_addresses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=path, metavar="MODEL", help="a Hugging Face directory, or hf:ORG/NAME[@REVISION]")
-    parser.add_argument("run", type=path, metavar="RUN", help="the folder of the run to create")
+    parser.add_argument(
+        "model", type=location, metavar="MODEL", help="a Hugging Face directory, or hf:ORG/NAME[@REVISION]"
+    )
+    parser.add_argument("run", type=location, metavar="RUN", help="the folder of the run to create")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -18,5 +21,5 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(done._asdict()))
     else:
-        print(f"{arguments.run}: {done.family}, {done.parameters:,} parameters, {done.dtype}")
+        print(f"{with_addresses(arguments.run)}: {done.family}, {done.parameters:,} parameters, {done.dtype}")
     return 0

@@ -4,10 +4,23 @@ import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
+from jaxlm.core import addresses
+
+
+def location(text: str) -> Path:
+    """Return a path, or the place of an address in a bucket, such as gs://BUCKET/FOLDER. Raises ArgumentTypeError as
+    `path` does, and for an address that names nothing."""
+    if not addresses.is_address(text):
+        return path(text)
+    try:
+        return addresses.place(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
 
 def path(text: str) -> Path:
-    """Raises ArgumentTypeError where there is none, as of a shell variable that is not set: "" would be here,
-    gs://bucket a folder named gs:, and what is not UTF-8 Orbax and TOML cannot name."""
+    """Return a path. Raises ArgumentTypeError where there is none, as of a shell variable that is not set: "" would be
+    here, gs://bucket a folder named gs:, and what is not UTF-8 Orbax and TOML cannot name."""
     if not text:
         raise ArgumentTypeError("'' is no path; give one")
     try:
@@ -16,7 +29,7 @@ def path(text: str) -> Path:
         remedy = "is not UTF-8; rename it" if as_utf8(text) == text else "is no path in this locale; set PYTHONUTF8=1"
         raise ArgumentTypeError(f"{text!r} {remedy}") from None
     if "://" in text:
-        raise ArgumentTypeError(f"{text!r} is no path here; mount it as a file system, and give where it is mounted")
+        raise ArgumentTypeError(f"{text!r} is no path, as is needed here; give one")
     return Path(text)
 
 

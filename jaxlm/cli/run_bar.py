@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxlm.cli.ladder import show
 from jaxlm.cli.progress import Bar, preferences
+from jaxlm.core.addresses import with_addresses
 from jaxlm.parallel.processes import is_first
 from jaxlm.training.display import Ended
 from jaxlm.training.goodput import Attempts, Goodput, summary
@@ -56,7 +57,7 @@ class RunBar(Bar):
         learned = "".join(f", {words}" for words in preferences(_last_metrics(paths)))
         print(f"{paths}: {ended.step} steps{held_out}{learned}")
         sample = "" if ended.sample is None else f"sample {paths.sample}, "
-        print(f"loss curve {paths.loss_curve}, {sample}checkpoints {paths.checkpoints}")
+        print(with_addresses(f"loss curve {paths.loss_curve}, {sample}checkpoints {paths.checkpoints}"))
 
     def _row(self, ended: Ended) -> dict[str, Any]:
         last = _last_metrics(self._paths)

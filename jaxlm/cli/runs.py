@@ -8,14 +8,20 @@ import json
 from pathlib import Path
 
 from jaxlm import api
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location
 from jaxlm.cli.tables import TextTable, names, numbers, texts
+from jaxlm.core.addresses import with_addresses
 from jaxlm.core.units import age, or_dash
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", type=path, default=Path("runs"), metavar="FOLDER", help="folder that holds runs (runs)"
+        "folder",
+        nargs="?",
+        type=location,
+        default=Path("runs"),
+        metavar="FOLDER",
+        help="folder that holds runs, here or in a bucket (runs)",
     )
 
 
@@ -25,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps({"runs": [run._asdict() for run in runs]}))
         return 0
     if not runs:
-        print(f"{arguments.folder} holds no run; jaxlm train or jaxlm import makes one")
+        print(f"{with_addresses(arguments.folder)} holds no run; jaxlm train or jaxlm import makes one")
         return 0
 
     families, begun = any(run.family for run in runs), any(run.begun_from for run in runs)

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        type=path,
+        type=location,
         metavar="CONFIG",
         help="a TOML file ([model] alone is enough), a RUN, or the name of a configuration that comes with jaxlm, such "
         "as llama3.1-8b (jaxlm config --list)",

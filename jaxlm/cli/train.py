@@ -4,21 +4,24 @@ import argparse
 from functools import partial
 
 from jaxlm import api
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location
 from jaxlm.core import output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
-        type=path,
+        type=location,
         metavar="CONFIG",
         help="a TOML file, or a RUN to resume; where there is no such path, the name of a configuration that comes "
         "with jaxlm, such as quickstart (jaxlm config --list)",
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.steps=100")
     parser.add_argument(
-        "--out", type=path, metavar="RUN", help="folder of the run (runs/<name of CONFIG and key=value>)"
+        "--out",
+        type=location,
+        metavar="RUN",
+        help="folder of the run, or gs://BUCKET/FOLDER (runs/<name of CONFIG and key=value>)",
     )
     parser.add_argument(
         "--continue-with-changes",
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="start_from",
-        type=path,
+        type=location,
         metavar="MODEL",
         help="start from the weights and tokenizer of a run, a Hugging Face directory or hf:ORG/NAME; CONFIG then "
         "needs no [model]",

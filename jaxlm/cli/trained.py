@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from jaxlm import api
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """The run, and which of its checkpoints."""
     parser.add_argument(
-        "run", type=path, metavar="RUN", help="folder of a run, a Hugging Face directory, or hf:ORG/NAME"
+        "run",
+        type=location,
+        metavar="RUN",
+        help="a run or a Hugging Face directory, here or in a bucket, or hf:ORG/NAME",
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as mesh.tensor=1")
     add_checkpoint(parser)

@@ -5,6 +5,8 @@ import re
 import sys
 import unicodedata
 
+from jaxlm.core.addresses import with_addresses
+
 _MAX_LENGTH = 2000  # characters of a message
 # Advice per error number of the system.
 _ADVICE = {
@@ -39,8 +41,8 @@ class RunFailed(RuntimeError):
 
 
 def _one_line(message: str) -> str:
-    """Return a message as one line of bounded length, with control characters escaped."""
-    line = " ".join(message.split())
+    """Return a message as one line of bounded length, with control characters escaped and addresses for places."""
+    line = " ".join(with_addresses(message).split())
     if len(line) > _MAX_LENGTH:
         line = f"{line[: _MAX_LENGTH // 2]} … {line[-_MAX_LENGTH // 2 :]}"
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cs") else c for c in line)

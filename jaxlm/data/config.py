@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
+from jaxlm.core import copies
+from jaxlm.core.addresses import is_address, place
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import default_cache
 from jaxlm.core.schema import InWords, Section
@@ -19,11 +21,18 @@ _MIN_WEIGHT = 1e-9  # of a source, relative to the largest
 
 
 def expanded(text: str, key: str) -> Path:
-    """Return the path given by a key, with `~` expanded. Raise InputError if it is not a path."""
+    """Return the path given by a key, with `~` expanded; of an address that of its copy, which is made or renewed.
+
+    Raise InputError if it is not a path.
+    """
     try:
         if "\0" in text:
             raise ValueError("embedded null byte")
-        return Path(text).expanduser()
+        path = place(text)
+        copies.pull(path)
+        return path.expanduser()
+    except InputError:
+        raise
     except (RuntimeError, ValueError) as error:  # an unknown user
         raise InputError(f"{key}: {text!r} is not a path ({error}); give one") from None
 
@@ -38,6 +47,12 @@ def _known_tokenizer(tokenizer: str) -> str:
     if tokenizer not in TOKENIZERS and not tokenizer.endswith(".json"):
         raise ValueError(f'"{tokenizer}" is neither one of {", ".join(TOKENIZERS)} nor the path of a tokenizer.json')
     return tokenizer
+
+
+def _of_this_machine(folder: str) -> str:
+    if is_address(folder):
+        raise ValueError(f"{folder} is in a bucket, and token shards are mapped into memory; give a folder here")
+    return folder
 
 
 Name = Annotated[str, Field(min_length=1)]
@@ -93,8 +108,9 @@ class DataConfig(Section):
     text: Annotated[Text | None, InWords(default='"stdlib" without sources')] = None
     """Files, directories and globs of `.txt`, `.md`, `.py` (a file is a document), `.jsonl`, `.jsonl.gz`, `.jsonl.zst`
     and `.parquet` (a line or row is a document, its text in `field`). "stdlib" is the source code of the Python
-    standard library, present on every machine. "hf:OWNER/NAME:CONFIG@SPLIT" streams from Hugging Face, CONFIG and SPLIT
-    (default: train) where needed. Line ends stay as a file has them."""
+    standard library, present on every machine. Addresses in buckets, such as "gs://BUCKET/FOLDER/*.jsonl", are read as
+    streams. "hf:OWNER/NAME:CONFIG@SPLIT" streams from Hugging Face, CONFIG and SPLIT (default: train) where needed.
+    Line ends stay as a file has them."""
     field: Name = "text"
     """The field of a record that holds its text."""
     documents: PositiveInt | None = None
@@ -131,9 +147,9 @@ class DataConfig(Section):
     """The fraction of a source's documents (of a single document: its end) that training never sees; 0 where each has
     `validation` of its own. The default follows from the size of the source's files: 10 % of a source below 10 MB,
     1 MB up to 100 MB, then 1 %, and 50 MB from 5 GB on."""
-    cache: Annotated[Name, InWords(default="$XDG_CACHE_HOME/jaxlm, or ~/.cache/jaxlm")] = Field(
-        default_factory=default_cache
-    )
+    cache: Annotated[
+        Name, AfterValidator(_of_this_machine), InWords(default="$XDG_CACHE_HOME/jaxlm, or ~/.cache/jaxlm")
+    ] = Field(default_factory=default_cache)
     """The folder of token shards."""
 
     @model_validator(mode="before")

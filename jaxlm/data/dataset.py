@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core import units
+from jaxlm.core.addresses import is_address
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, locked
 from jaxlm.data import chat_template, formats, named_templates, tokenizers
@@ -102,7 +103,7 @@ def tokenize_whole(
     Read all documents, except for a Hugging Face source, where `data.documents` limits them. Raise InputError as
     `prepare` does.
     """
-    documents = data.documents if text.startswith(HUGGING_FACE) else None
+    documents = data.documents if text.startswith(HUGGING_FACE) and not is_address(text) else None
     data = data.model_copy(
         update={
             **{"text": None, "chat": None, "preferences": None, "validation": None, "sources": {}},

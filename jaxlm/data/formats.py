@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import tokenize
 import zlib
@@ -13,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from jaxlm.core import buckets
+from jaxlm.core.addresses import with_addresses
 from jaxlm.data.conversations import NotAConversation, RecordKind
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ _COMPRESSED_READ_BYTES = 2**12  # small, to lose little of a corrupt file before
 class Slice(NamedTuple):
     """A range of documents of a file.
 
-    JSON lines: lines that start in bytes [start, end). Parquet: row groups [start, end). Other formats: the whole file.
+    `path`: or an address, of which the file is read as a stream. JSON lines: lines that start in bytes [start, end).
+    Parquet: row groups [start, end). Other formats: the whole file.
     `size`: bytes of the file. `documents`: their number, if known before reading.
     """
 
@@ -87,8 +89,8 @@ def cut(files: Iterable[Path], field: str | RecordKind) -> list[FileChunk]:
     Compressed files, documents and row groups are never divided.
     """
     groups: list[list[Slice]] = []
-    filled = 0
-    for piece in (piece for path in files for piece in _slices(path)):
+    filled, files = 0, list(files)
+    for piece in (piece for path, size in buckets.sizes(files).items() for piece in _slices(path, size)):
         if not groups or filled + piece.size > CHUNK_BYTES:
             groups.append([])
             filled = 0
@@ -97,22 +99,21 @@ def cut(files: Iterable[Path], field: str | RecordKind) -> list[FileChunk]:
     return [FileChunk(tuple(group), field) for group in groups]
 
 
-def _slices(path: Path) -> list[Slice]:
-    known, size = 1 if path.name.endswith(_WHOLE) else None, 0
+def _slices(file: Path, size: int | None) -> list[Slice]:
+    known, path = 1 if file.name.endswith(_WHOLE) else None, with_addresses(file)
+    if size is None:  # read() reports it
+        return [Slice(path, 0, 1, 0, known)]
+    if file.suffix == ".jsonl":
+        starts = range(0, size, CHUNK_BYTES)
+        return [Slice(path, at, min(at + CHUNK_BYTES, size), min(CHUNK_BYTES, size - at)) for at in starts]
     try:
-        size = path.stat().st_size
-        if path.suffix == ".jsonl":
-            starts = range(0, size, CHUNK_BYTES)
-            return [Slice(str(path), at, min(at + CHUNK_BYTES, size), min(CHUNK_BYTES, size - at)) for at in starts]
-        if path.suffix == ".parquet":
-            return _row_groups(path, size)
-    except (OSError, _Unreadable):  # read() reports it
-        return [Slice(str(path), 0, 1, size, known)]
-    return [Slice(str(path), 0, size, size, known)]
+        return _row_groups(path, size) if file.suffix == ".parquet" else [Slice(path, 0, size, size, known)]
+    except (OSError, _Unreadable):
+        return [Slice(path, 0, 1, size, known)]
 
 
-def _row_groups(path: Path, size: int) -> list[Slice]:
-    with _parquet(str(path)) as file:
+def _row_groups(path: str, size: int) -> list[Slice]:
+    with _parquet(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         sizes, rows = [group.total_byte_size for group in groups], [group.num_rows for group in groups]
     starts, filled = [0], 0
@@ -124,8 +125,7 @@ def _row_groups(path: Path, size: int) -> list[Slice]:
     ends = [*starts[1:], len(sizes)]
     share = size / max(sum(sizes), 1)
     return [
-        Slice(str(path), a, b, round(share * sum(sizes[a:b])), sum(rows[a:b]))
-        for a, b in zip(starts, ends, strict=True)
+        Slice(path, a, b, round(share * sum(sizes[a:b])), sum(rows[a:b])) for a, b in zip(starts, ends, strict=True)
     ]
 
 
@@ -160,7 +160,7 @@ def _items(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
     elif path.endswith(".parquet"):
         yield from _read_parquet(piece, field)
     elif path.endswith(_COMPRESSED):
-        yield from _documents(_decompressed(path), field, path)
+        yield from _documents(_decompressed(piece), field, path)
     else:
         yield from _read_lines(piece, field)
 
@@ -177,7 +177,8 @@ def _rest(piece: Slice, count: int, error: _Unreadable) -> Broken:
 
 def _read_whole(path: str) -> str:
     """Read a UTF-8 text file, or Python source in its declared encoding. Line ends stay, a byte order mark does not."""
-    content, encoding = Path(path).read_bytes(), "utf-8-sig"
+    with buckets.open_binary(path) as file:
+        content, encoding = file.read(), "utf-8-sig"
     try:
         if path.endswith(".py"):
             encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
@@ -189,7 +190,7 @@ def _read_whole(path: str) -> str:
 
 
 def _read_lines(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
-    with open(piece.path, "rb") as file:
+    with buckets.open_binary(piece.path) as file:
         if piece.start:  # a line across the start belongs to the previous slice
             file.seek(piece.start - 1)
             file.readline(piece.end - piece.start + 1)  # which may be as long as the file
@@ -207,7 +208,7 @@ def _read_lines(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]
 def _lines_in(path: str, size: int) -> int:
     """Count the lines in the first `size` bytes."""
     count = 0
-    with open(path, "rb") as file:
+    with buckets.open_binary(path) as file:
         while size > 0 and (chunk := file.read(min(2**20, size))):
             count, size = count + chunk.count(b"\n"), size - len(chunk)
     return count
@@ -293,16 +294,16 @@ def named(fields: Iterable[str]) -> str:
     return ", ".join(repr(field)[:40] for field in islice(fields, 8)) or "none"
 
 
-def _decompressed(path: str) -> Iterator[bytes]:
+def _decompressed(piece: Slice) -> Iterator[bytes]:
     """Yield the lines of a compressed file."""
-    with open(path, "rb") as file:
-        frames = _Frames(file, *(_gzip if path.endswith(".gz") else _zstandard)())
+    with buckets.open_binary(piece.path) as file:
+        frames = _Frames(file, *(_gzip if piece.path.endswith(".gz") else _zstandard)())
         try:
             yield from io.BufferedReader(frames, _READ_BYTES)
         except EOFError as error:
             raise _Unreadable(f"is truncated ({error})") from None
         except frames.error as error:
-            raise _Unreadable(f"is corrupt ({error})", frames.used / os.path.getsize(path)) from None
+            raise _Unreadable(f"is corrupt ({error})", frames.used / max(piece.size, 1)) from None
 
 
 def _gzip() -> tuple[Callable, type[Exception], bytes]:
@@ -361,7 +362,7 @@ def _parquet(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
     import pyarrow
     import pyarrow.parquet
 
-    with open(path, "rb") as opened:  # pyarrow refuses file names that are not UTF-8
+    with buckets.open_binary(path) as opened:  # pyarrow refuses file names that are not UTF-8
         try:
             file = pyarrow.parquet.ParquetFile(opened)
         except pyarrow.ArrowException as error:

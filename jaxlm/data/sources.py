@@ -1,6 +1,7 @@
 """The files of the configured text sources."""
 
 import glob
+import hashlib
 import os
 import stat
 import sysconfig
@@ -8,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxlm.core import buckets
+from jaxlm.core.addresses import address, is_address, place, with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.data import huggingface
 from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig, SourceConfig, expanded
@@ -34,7 +37,8 @@ class Changed(InputError):
 class Source(NamedTuple):
     """A text source.
 
-    `key`: its configuration key. `files`: each with its size (bytes) and modification time (ns) when found. `field`:
+    `key`: its configuration key. `files`: each with its size (bytes) and modification time (ns) when found; in
+    a bucket, a number of its content for the time. `field`:
     the record field that holds the text, or the kind of records that are read whole. `documents`: the number to
     take (None: all). `weight`: its fraction of the rows of a batch. `held_out`: the fraction of its documents that is
     held out. `validation`: a source that is held out in its place.
@@ -51,13 +55,14 @@ class Source(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """Return a JSON value that changes whenever the documents may have changed."""
-        files = [(str(path), *stamp) for path, stamp in self.files.items()]
+        files = [(with_addresses(path), *stamp) for path, stamp in self.files.items()]
         field = {"kind": self.field.value} if isinstance(self.field, RecordKind) else {"field": self.field}
         return {**field, "documents": self.documents, "files": files}
 
     def check(self) -> None:
         """Raise Changed if a file is no longer the one that was found. Results from it must not be cached."""
-        changed = next((path for path, stamp in self.files.items() if _stamp(path) != stamp), None)
+        stamps = _stamps(self.files)
+        changed = next((path for path, stamp in self.files.items() if stamps[path] != stamp), None)
         if changed is not None:
             raise Changed(f"{self.key}: {changed} changed while it was read; restart")
 
@@ -109,7 +114,7 @@ def _files(
     passed_over: dict[Path, str] = {}
     unread: dict[Path, None] = {}
     for entry in entries:
-        if entry.startswith(HUGGING_FACE):
+        if entry.startswith(HUGGING_FACE) and not is_address(entry):
             if source.kind != "text":
                 raise InputError(f"{key}: {entry}: conversations are read from files; give {', '.join(suffixes)}")
             cache = expanded(data.cache, "data.cache")
@@ -129,7 +134,7 @@ def _files(
         if not any(folder in file.parents for file in files):
             say(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")
             break
-    return {path: _stamp(path) for path in _distinct(files)}
+    return _stamps(_distinct(files))
 
 
 def _counted_files(files: Collection[Path]) -> str:
@@ -146,13 +151,23 @@ def _some_names(files: Collection[Path]) -> str:
     return ", ".join(file.name for file in named) + more
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return size and modification time of a file, or -1, -1 if unavailable (reading reports why)."""
-    try:
-        status = path.stat()
-    except OSError:
-        return -1, -1
-    return status.st_size, status.st_mtime_ns
+def _stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return size and modification time of files, or of those in a bucket size and a number of their content; -1, -1 if
+    unavailable (reading reports why)."""
+    files = list(files)
+    there = buckets.statuses(url for path in files if (url := address(path)) is not None)
+
+    def stamp(path: Path) -> tuple[int, int]:
+        try:
+            if (url := address(path)) is None:
+                status = path.stat()
+                return status.st_size, status.st_mtime_ns
+        except OSError:
+            return -1, -1
+        found = there[url]
+        return (-1, -1) if found is None else (found.size, int(hashlib.sha256(found.tag.encode()).hexdigest()[:15], 16))
+
+    return {path: stamp(path) for path in files}
 
 
 def _distinct(files: Iterable[Path]) -> Iterable[Path]:
@@ -169,6 +184,8 @@ def _find(entry: str, key: str, if_missing: str | None, suffixes: tuple[str, ...
     kinds = ", ".join(suffixes)
     if entry == STANDARD_LIBRARY:
         return _standard_library(), []
+    if is_address(entry):
+        return _in_bucket(entry, key, suffixes), []
     try:
         path = Path(entry).expanduser()
         is_file, is_dir = path.is_file(), path.is_dir()
@@ -196,6 +213,19 @@ def _find(entry: str, key: str, if_missing: str | None, suffixes: tuple[str, ...
         raise InputError(f"{key}: {entry} is not a file, directory or glob of {kinds} files here{remedy}")
     others = [p for p in matched if _is_other_file(p, suffixes)]
     return files, others if "**" in entry else [*others, *(p for p in matched if os.path.isdir(p))]
+
+
+def _in_bucket(entry: str, key: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the places of the files at an address, below it, or that match it as a glob."""
+    if glob.has_magic(entry):
+        files = buckets.matching(entry)
+    else:
+        files = list(buckets.find(entry.rstrip("/")))
+    texts = [place(file) for file in files if file.endswith(suffixes)]
+    if not texts:
+        kinds = ", ".join(suffixes)
+        raise InputError(f"{key}: {entry} is not a file, folder or glob of {kinds} files in a bucket; give one")
+    return texts
 
 
 def _under(directory: Path, key: str) -> Iterator[Path]:

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxlm.core import copies
+from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, digest
 from jaxlm.families import hub, quantized, safetensors, table
@@ -28,7 +30,8 @@ _SHARD_BYTES = 5_000_000_000
 class PublishedModel:
     """A model in a Hugging Face directory. Files are read on first use, and checked before use.
 
-    For a model of the Hub, named `hub_name`, the folder has the small files, and safetensors are fetched on first use.
+    For a model of the Hub, named `hub_name`, the folder has the small files, and safetensors are fetched on first use;
+    those of a folder in a bucket are copied then.
     """
 
     adapter: Path | None = None  # the folder of an adapter that is added to the tensors
@@ -37,7 +40,7 @@ class PublishedModel:
         self.folder, self.hub_name = folder, hub_name
 
     def __str__(self) -> str:
-        return self.hub_name or str(self.folder)
+        return self.hub_name or with_addresses(self.folder)
 
     @property
     def path(self) -> Path:
@@ -99,6 +102,7 @@ class PublishedModel:
         """All tensors by name, of the index or the one file. Raises InputError for a file that is missing or broken."""
         if self.hub_name is not None:
             hub.fetch_weights(self.hub_name, self.folder)
+        copies.pull_missing(self.folder)
         if (self.folder / INDEX).is_file():
             names = shards(self.folder)
             headers = {file: safetensors.read_header(self._shard(file)) for file in dict.fromkeys(names.values())}

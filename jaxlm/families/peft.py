@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxlm.core import addresses, copies
+from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, digest
 from jaxlm.data.config import HUGGING_FACE
@@ -73,7 +75,7 @@ class AdaptedModel(PublishedModel):
         super().__init__(self.base.folder, hub_name)
 
     def __str__(self) -> str:
-        return self.hub_name or str(self.adapter)
+        return self.hub_name or with_addresses(self.adapter)
 
     @cached_property
     def _adapter_config(self) -> dict[str, Any]:
@@ -170,7 +172,8 @@ class AdaptedModel(PublishedModel):
 def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
     """Return the model that an adapter names: a folder, from here or from the adapter's, or one of the Hub."""
     name, file = str(config.get("base_model_name_or_path") or ""), folder / ADAPTER_CONFIG
-    for path in (Path(name), folder / name) if name else ():
+    for path in (addresses.place(name), folder / name) if name else ():
+        copies.pull(path, copies.without_weights)
         if is_published(path):
             return PublishedModel(path)
     if not _HUB.fullmatch(name):

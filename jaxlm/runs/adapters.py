@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxlm import config
-from jaxlm.core.errors import InputError
-from jaxlm.core.files import unwritable
+from jaxlm.core import copies
+from jaxlm.core.addresses import place
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.families.files import ADAPTER_CONFIG, CONFIG, is_gguf, is_published, read_json, text_of
-from jaxlm.runs.conversion import Converted
+from jaxlm.runs.conversion import Converted, check_new
 from jaxlm.runs.folder import Run
 from jaxlm.runs.source import ModelWeights, WeightsRequest
 from jaxlm.runs.trained import RunWeights
@@ -77,8 +77,7 @@ def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, s
     from jaxlm.parallel.devices import mesh_here
     from jaxlm.parallel.rules import ENGINE
 
-    if out.exists() or unwritable(out):
-        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    check_new(out)
     run, origin = weights.run, weights.checked_base()
     experiment, published_config = run.experiment(), run.paths.huggingface / CONFIG
     if published_config.is_file():
@@ -86,11 +85,12 @@ def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, s
     else:
         of_family = settings.family_of(experiment.model)
     name = origin.source.removeprefix(HUGGING_FACE).partition("@")[0] if origin.revision else origin.source
-    if not origin.revision and not is_published(Path(name)) and not is_gguf(Path(name)):
+    if not origin.revision and not is_published(place(name)) and not is_gguf(place(name)):
         say(f"{name} is no Hugging Face directory, as PEFT needs one: export it, and put that in {ADAPTER_CONFIG}")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
     request = WeightsRequest(experiment.model, mesh, ENGINE, "float32", checkpoint, average, say)
     _, adapters = weights.adapters(request)
     base = {"base_model_name_or_path": name} | ({"revision": origin.revision} if origin.revision else {})
     parameters = peft.write(out, experiment.model, of_family, weights.lora, adapters, base)
+    copies.push(out)
     return Converted(of_family.name, parameters)

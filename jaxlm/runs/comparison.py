@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.config import Experiment, leaves
+from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.runs.folder import Run
 from jaxlm.runs.summary import origin_of
@@ -82,7 +83,7 @@ def _keys(run: Run, experiment: Experiment) -> dict[str, Any]:
     values = dict(leaves(experiment.model_dump(mode="json", exclude_none=True)))
     if (origin := origin_of(run)) is None:
         return values
-    if values["data.tokenizer"] == str(run.paths.tokenizer):
+    if values["data.tokenizer"] == with_addresses(run.paths.tokenizer):
         del values["data.tokenizer"]
     return values | {"--from": origin}
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import buckets, copies
+from jaxlm.core.addresses import address, with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
 from jaxlm.families import post_processor, tokens
@@ -15,6 +17,7 @@ from jaxlm.runs.folder import Run
 from jaxlm.runs.job_folder import write_files
 from jaxlm.runs.published import PublishedSource
 from jaxlm.runs.source import ModelSource, ModelText
+from jaxlm.training.paths import written_apart
 
 if TYPE_CHECKING:
     import jax
@@ -73,12 +76,13 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Imported:
     published.weights.origin().save(run.paths.origin)
     if published.text.has_tokenizer:
         run.paths.tokenizer.write_bytes(published.text.tokenizer_file.read_bytes())
-        data = experiment.data.model_copy(update={"tokenizer": str(run.paths.tokenizer)})
+        data = experiment.data.model_copy(update={"tokenizer": with_addresses(run.paths.tokenizer)})
         experiment = experiment.model_copy(update={"data": data})
     execution = experiment.execution.model_copy(update={"dtype": published.weights.published_dtype})
     experiment = experiment.model_copy(update={"execution": execution})
     checkpoints.save_parameters(run.paths.checkpoints, parameters)
     replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
+    copies.push(run.paths.directory, leave_out=written_apart)
     return Imported(source.family.name, parameter_count(source.model), execution.dtype)
 
 
@@ -101,8 +105,7 @@ def export(
     from jaxlm.families import directory
     from jaxlm.models.tree import parameter_count
 
-    if out.exists() or unwritable(out):
-        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    check_new(out)
     sidecar_files = source.weights.sidecar_files()
     dtypes = json.loads(sidecar_files.pop(DTYPES, b'{"": "F32"}'))
     if not tokens.among(sidecar_files) and source.text.has_tokenizer:
@@ -110,6 +113,7 @@ def export(
     if experiment.data.of_conversations:
         sidecar_files = ending_answers(source, sidecar_files)
     family = directory.write(out, experiment.model, parameters, dtypes, sidecar_files, say)
+    copies.push(out)
     return Converted(family.name, parameter_count(experiment.model))
 
 
@@ -128,6 +132,15 @@ def ending_answers(source: ModelSource, sidecar_files: dict[str, bytes]) -> dict
         changed[GENERATION] = json.loads(sidecar_files.get(GENERATION, b"{}")) | {"eos_token_id": known}
     contents = {name: json.dumps(content, indent=2, ensure_ascii=False) for name, content in changed.items()}
     return sidecar_files | {name: content.encode() for name, content in contents.items()}
+
+
+def check_new(folder: Path) -> None:
+    """Raise InputError where a folder to be made is there, or cannot be made."""
+    if (url := address(folder)) is not None:
+        buckets.check_writable(url)
+    copies.pull(folder, copies.without_weights)
+    if folder.exists() or unwritable(folder):
+        raise InputError(f"{folder} is there, or cannot be made; give another folder")
 
 
 def _own_tokenizer(text: ModelText, experiment: Experiment) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from typing import TextIO
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import copies
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import lock
 from jaxlm.core.schema import Change
@@ -18,15 +19,19 @@ from jaxlm.families.files import is_published
 from jaxlm.training import manifests
 from jaxlm.training import origin as origins
 from jaxlm.training.origin import Origin
-from jaxlm.training.paths import RunPaths
+from jaxlm.training.paths import RunPaths, small_files
 
 _NAMED = 8  # changed keys in a message, at most
 
 
 class Run:
-    """The folder of a run: its files (`paths`), what they say, and the claim of a job to it."""
+    """The folder of a run: its files (`paths`), what they say, and the claim of a job to it.
+
+    Of a run in a bucket the files but for arrays are copied here, where they are not or older.
+    """
 
     def __init__(self, directory: Path):
+        copies.pull(directory, small_files)
         self.paths = RunPaths(directory)
         self._claimed: TextIO | None = None
 
@@ -120,6 +125,10 @@ class Run:
         Every process checks before it joins the others: a job that was started with the same address would be joined,
         and die of it.
         """
+        try:
+            copies.check_free(self.paths.directory)
+        except copies.Taken as taken:
+            raise InputError(str(taken)) from None
         try:
             with self.paths.lock.open("r+") as file:
                 lock(file, shared=True)

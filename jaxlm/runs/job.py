@@ -3,13 +3,14 @@
 import json
 import math
 import os
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxlm import config
 from jaxlm.config import Experiment
-from jaxlm.core import accelerators
+from jaxlm.core import accelerators, copies
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.core.schema import shown
 from jaxlm.costs import capacity
@@ -26,6 +27,7 @@ from jaxlm.training.display import Display, Ended
 from jaxlm.training.environment import MachineLoad, environment, versions
 from jaxlm.training.goodput import Attempts, Clock, summary
 from jaxlm.training.interrupt import Stopped, StopRequest
+from jaxlm.training.paths import written_apart
 from jaxlm.training.records import JsonLines, plot_losses
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class Job:
         self._set_length(experiment)
         self._stop = StopRequest(self._leave, max_hours)
         self._template: ChatTemplate | None = None  # that shows conversations
+        self._uploading = ExitStack()  # to a bucket, while it trains
         self._saved: int | None = None  # the step that is
         self._trained_from: int | None = None  # the first step of this start
 
@@ -96,7 +99,8 @@ class Job:
         with processes.failing_as_one(), self._stop:
             try:
                 self._join()
-                ended = self._train_and_sample()
+                with self._uploading:
+                    ended = self._train_and_sample()
             except Stopped as stopped:
                 status = self._display.ended(Ended(self._saved, stopped.reason))
                 if status is None:
@@ -294,6 +298,7 @@ class Job:
         with processes.first_process_first("run"):
             run.open(self._experiment, dataset, self._continue_with_changes, self._origin, self._sidecar_files)
         if processes.is_first():
+            self._uploading.enter_context(copies.kept_up(paths.directory, written_apart, self._display.say))
             JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
         try:
             result = trainer.train()

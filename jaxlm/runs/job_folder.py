@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import addresses, copies
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, replace, replacing, unwritable
 from jaxlm.core.moved_keys import FORMER_DEFAULTS
@@ -123,7 +124,10 @@ class JobFolder(Run):
             for killed in leftovers(self.paths.directory):
                 shutil.rmtree(killed) if killed.is_dir() else killed.unlink()
         elif not self.paths.config.exists():
-            raise InputError(f"{self.paths} is not there for every process; choose an --out that all share")
+            remedy = "choose an --out that all share"
+            if addresses.address(self.paths.directory) is not None:
+                remedy = "set XDG_CACHE_HOME to a folder that all share, where the copies of buckets are"
+            raise InputError(f"{self.paths} is not there for every process; {remedy}")
         if not self.paths.config.exists():
             self._save_tokenizer(dataset)
             self._save_data(dataset)
@@ -173,6 +177,8 @@ class JobFolder(Run):
     def _save_origin(self, origin: Origin | None, sidecar_files: Mapping[str, bytes]) -> None:
         self.paths.origin.unlink(missing_ok=True)  # of a start that was cut short, as the folder
         shutil.rmtree(self.paths.huggingface, ignore_errors=True)
+        for stale in (self.paths.origin, self.paths.huggingface) if is_first() else ():
+            copies.delete(stale)
         if origin is not None:
             origin.save(self.paths.origin)
         if sidecar_files:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxlm.core.addresses import place
 from jaxlm.core.errors import InputError
 from jaxlm.families import hub
 from jaxlm.families.files import is_adapter, is_gguf, is_published
@@ -32,7 +33,7 @@ def needed_by(path: Path) -> ModelSource | None:
     run = Run(path)
     if (origin := run.begun_from) is None or (run.has_checkpoint and not run.has_adapters):
         return None
-    source = source_of(Path(origin.pinned))
+    source = source_of(place(origin.pinned))
     try:
         source.experiment()
     except InputError as error:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import copies
+from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
@@ -18,6 +20,7 @@ from jaxlm.runs.folder import check_vocabulary
 from jaxlm.runs.source import WeightsRequest, check_reads
 from jaxlm.training.display import Display
 from jaxlm.training.origin import Origin
+from jaxlm.training.paths import small_files
 
 if TYPE_CHECKING:
     from jaxlm.data.chat_template import ChatTemplate
@@ -31,6 +34,7 @@ class PublishedSource:
     def __init__(self, path: Path):
         """Take a directory, of a model or of adapters of one, the name of such a one on the Hub, whose small files are
         fetched, or a GGUF file."""
+        copies.pull(path, small_files)
         self.model = _opened(path)
         self.weights, self.text = PublishedWeights(self.model), PublishedText(self.model)
         self.chat = PublishedChat(self.model, self.text)
@@ -92,7 +96,7 @@ class PublishedWeights:
     def origin(self, step: int | None = None) -> Origin:
         """Return the record of a run that begins with these weights, which have no step."""
         hub_name, folder = self._model.hub_name, self._model.path
-        return Origin(hub_name or str(folder.absolute()), "published", None, hub_name and folder.name)
+        return Origin(hub_name or with_addresses(folder.absolute()), "published", None, hub_name and folder.name)
 
     def sidecar_files(self) -> dict[str, bytes]:
         """Return the small files of the directory by name, and the dtypes of its tensors."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core.addresses import place, with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import shown
 from jaxlm.data import tokenizers
@@ -151,7 +152,7 @@ def load_experiment(path: str | Path, overrides: Iterable[str], source: ModelSou
     """Load a configuration of a run that begins with these weights: [model] and data.tokenizer are theirs where it does
     not give them. Raises InputError as `jaxlm.config.load` does."""
     model = source.experiment().model.model_dump(mode="json", exclude_none=True)
-    tokenizer = str(source.text.tokenizer_file) if source.text.has_tokenizer else None
+    tokenizer = with_addresses(source.text.tokenizer_file) if source.text.has_tokenizer else None
     return config.load(path, overrides, model=model, tokenizer=tokenizer)
 
 
@@ -168,7 +169,7 @@ def check_start(source: ModelSource, experiment: Experiment) -> None:
         raise InputError(f"--from {source} has no tokenizer; set data.tokenizer to the one that it was trained with")
     if tokenizer == "bpe":
         raise _other_tokenizer(source)
-    if tokenizer not in TOKENIZERS and Path(tokenizer) != source.text.tokenizer_file:
+    if tokenizer not in TOKENIZERS and place(tokenizer) != source.text.tokenizer_file:
         check_tokenizer(source, tokenizers.load(expanded(tokenizer, "data.tokenizer")))
 
 
@@ -176,7 +177,7 @@ def with_own_tokenizer(experiment: Experiment, source: ModelSource, own: Path) -
     """Return the experiment of a run that begins with these weights and keeps a copy of their tokenizer.json."""
     if not source.text.has_tokenizer or experiment.data.tokenizer in TOKENIZERS:
         return experiment
-    return experiment.model_copy(update={"data": experiment.data.model_copy(update={"tokenizer": str(own)})})
+    return experiment.model_copy(update={"data": experiment.data.model_copy(update={"tokenizer": with_addresses(own)})})
 
 
 def check_tokenizer(source: ModelSource, tokenizer: Tokenizer) -> None:

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jaxlm.core import copies
 from jaxlm.core.errors import InputError
 from jaxlm.families.files import CONFIG, read_json, text_of
 from jaxlm.runs.folder import Run
@@ -40,6 +41,8 @@ class RunSummary(NamedTuple):
 
 def find(folder: Path) -> list[RunSummary]:
     """Return the runs in a folder and below it, the latest first. Raise InputError if there is no such folder."""
+    name = RunPaths(folder).config.name
+    copies.pull(folder, lambda names: {each: each.rpartition("/")[2] == name for each in names})
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; give one that holds runs")
     summaries = []

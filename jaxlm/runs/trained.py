@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.dataset import prepare
@@ -111,7 +112,7 @@ class RunWeights:
 
     def origin(self, step: int | None = None) -> Origin:
         """Return the record of a run that begins with these weights, of this step."""
-        return Origin(str(self.run.paths.directory.absolute()), "run", step)
+        return Origin(with_addresses(self.run.paths.directory.absolute()), "run", step)
 
     def sidecar_files(self) -> dict[str, bytes]:
         """Return the small files that the weights came with, by name: none unless the run began with published ones."""

@@ -15,12 +15,15 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from jaxlm.core import buckets, copies
+from jaxlm.core.addresses import address
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.core.files import unwritable
 from jaxlm.models.tree import Tree, paths
 from jaxlm.parallel.processes import first_process_first, is_first
 from jaxlm.training import manifests
 from jaxlm.training.manifests import LOSS
+from jaxlm.training.paths import written_apart
 from jaxlm.training.step import TrainState
 
 # The folder that Orbax writes to before it renames it to the step.
@@ -126,13 +129,21 @@ class Checkpoints:
         """Wait until every save is complete. Raises Unsaved."""
         with self._refusals_named():
             self._manager.wait_until_finished()
+            self._drop_removed()
+
+    def _drop_removed(self) -> None:
+        """Remove from its bucket what was removed here: older checkpoints, and one that was not written to its end."""
+        url = address(self._directory)
+        for name in buckets.names_in(url) if url is not None and is_first() else ():
+            if name.isdecimal() and not (self._directory / name).is_dir():
+                copies.delete(self._directory / name)
 
     @contextmanager
     def _refusals_named(self) -> Iterator[None]:
         """Turn storage errors that Orbax raises in a block into Unsaved."""
         try:
             yield
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RunFailed) as error:
             reason = _SYSTEM_REASON.search(str(error))
             raise self._unsaved(reason[1] if reason else str(error).partition("\n")[0][:200]) from error
 
@@ -150,7 +161,18 @@ class Checkpoints:
                 if (found := _arrays_in(folder / name)) != arrays:
                     raise OSError(f"{name} can be read back with {found} of {arrays} arrays")
             manifests.write_manifest(folder)
+            self._upload(folder)
         self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+
+    def _upload(self, folder: Path) -> None:
+        """Upload the records of the run and then the checkpoint, whose manifest comes last and makes it one."""
+        run, step = self._directory.parent, self._directory / folder.name.partition(".")[0]
+        if address(run) is None:
+            return
+        copies.check_free(run)
+        copies.push(run, leave_out=written_apart)
+        copies.delete(step)  # of a process that was killed while it uploaded
+        copies.push(folder, to=step)
 
 
 def _arrays_in(folder: Path) -> int:

@@ -7,14 +7,16 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from jaxlm.core import copies
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.core.files import replace
 from jaxlm.parallel.processes import broadcast_from_first, is_first
+from jaxlm.training.paths import CHECKSUMS as _CHECKSUMS
 
 # The metric that ranks checkpoints, under its key in Orbax's metrics file.
 LOSS = "held_out_loss"
-_CHECKSUMS = "checksums.json"
 # Orbax writes the time of the commit into this file, after the manifest is written.
 _COMMIT_METADATA = "_CHECKPOINT_METADATA"
 # Errors that mean that a file does not exist, also because another host removed it.
@@ -38,10 +40,15 @@ def record_held_out_loss(folder: Path, held_out_loss: float) -> None:
     recorded, metrics = json.loads((folder / _CHECKSUMS).read_text()), _metrics(folder)
     name = metrics.relative_to(folder).as_posix()
     others = {file: digest for file, digest in recorded.items() if file != name}
-    replace(folder / _CHECKSUMS, json.dumps(others))
+    _replace(folder / _CHECKSUMS, others)
     metrics.parent.mkdir(exist_ok=True)
-    replace(metrics, json.dumps({LOSS: held_out_loss}))
-    replace(folder / _CHECKSUMS, json.dumps({**recorded, name: _checksum(metrics)}))
+    _replace(metrics, {LOSS: held_out_loss})
+    _replace(folder / _CHECKSUMS, {**recorded, name: _checksum(metrics)})
+
+
+def _replace(file: Path, content: dict[str, Any]) -> None:
+    replace(file, json.dumps(content))
+    copies.push(file)
 
 
 def has_lost_files(folder: Path) -> bool:
@@ -142,11 +149,19 @@ def _set_aside_corrupt(directory: Path, newest: int, say: Callable[[str], None])
             while aside.exists():
                 aside = aside.with_name(aside.name + "+")
             aside.parent.mkdir(exist_ok=True)
+            copies.pull_missing(directory / str(step))
             (directory / str(step)).rename(aside)
+            copies.push(aside)
+            copies.delete(directory / str(step))
 
 
 def corruption_of(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None if every file matches its checksum."""
+    """Return what is wrong with a checkpoint, or None if every file matches its checksum. It is copied from its bucket
+    first."""
+    try:
+        copies.pull_missing(folder)
+    except FileNotFoundError:
+        return "it is being removed"
     try:
         expected = json.loads((folder / _CHECKSUMS).read_text())
     except OSError as error:

@@ -1,12 +1,36 @@
 """The file names in RUN, the folder of a training run."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
+from jaxlm.core import addresses, buckets, copies
 from jaxlm.core.errors import InputError
 
-# A pattern of glob, what Orbax does not quote in one, or the beginning of a bucket's URL.
+# A pattern of glob, what Orbax does not quote in one, or what it takes for the beginning of an address.
 _UNWRITABLE = re.compile(r"[*?\\]|\[[^/]*\]|gs:(?=/)")
+
+CHECKSUMS = "checksums.json"  # of a checkpoint, which it completes
+_OF_A_STEP = re.compile(r"(.*?(?:^|/)checkpoints/(?:0|[1-9][0-9]*)/)(.*)")  # and no other, as one set aside
+_ARRAYS = re.compile(r"(parameters|average|rest)/")
+
+
+def small_files(names: Collection[str]) -> dict[str, bool]:
+    """Return the names of files in a folder, each with whether it is no array of numbers. A checkpoint that was not
+    written to its end, whose manifest comes last, counts for nothing."""
+    small = {}
+    for name in names:
+        if (step := _OF_A_STEP.fullmatch(name)) is None:
+            small[name] = not copies.is_weights(name)
+        elif f"{step[1]}{CHECKSUMS}" in names:
+            small[name] = _ARRAYS.match(step[2]) is None
+    return small
+
+
+def written_apart(name: str) -> bool:
+    """Return whether a file in RUN is not uploaded with the others: the lock, and checkpoints, which are whole or not
+    there."""
+    return name == copies.LOCK or (name.startswith("checkpoints/") and not name.startswith("checkpoints/corrupt/"))
 
 
 class RunPaths:
@@ -14,7 +38,7 @@ class RunPaths:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.lock = directory / "lock"  # held by the job that is running
+        self.lock = directory / copies.LOCK  # held by the job that is running
         # The definition of the run: the resolved experiment that it trains with now, the experiments that it was
         # trained with, each from a step, the tokenizer and the identity of the data.
         self.config = directory / "config.toml"
@@ -48,7 +72,12 @@ class RunPaths:
         return self.config.is_file() and (self.data.is_file() or self.huggingface.is_dir())
 
     def check_name(self) -> None:
-        """Raise InputError for a folder that Orbax cannot write checkpoints to: it reads paths as patterns or URLs."""
+        """Raise InputError for a folder of the Hub, and for one that Orbax cannot write checkpoints to.
+
+        Orbax reads paths as patterns or URLs.
+        """
+        if (url := addresses.address(self.directory)) is not None:
+            buckets.check_writable(url)
         path = str(self.checkpoints.absolute())
         if found := _UNWRITABLE.search(path):
             raise InputError(
@@ -56,4 +85,4 @@ class RunPaths:
             )
 
     def __str__(self) -> str:
-        return str(self.directory)
+        return addresses.with_addresses(self.directory)

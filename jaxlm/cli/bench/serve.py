@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import engine
 from jaxlm.cli.bench import out
-from jaxlm.cli.paths import path
+from jaxlm.cli.paths import location, path
 from jaxlm.core.errors import InputError
 from jaxlm.core.extras import install
 
@@ -36,7 +36,7 @@ _LABELS = {"ttft": "to the first token", "tpot": "per later token", "itl": "betw
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=path, metavar="MODEL", help="the model to serve, as for jaxlm serve")
+    parser.add_argument("run", type=location, metavar="MODEL", help="the model to serve, as for jaxlm serve")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as execution.dtype=float32")
     parser.add_argument("--url", help="the address of a running server of MODEL (default: start one here)")
     parser.add_argument("--name", help="the model's name on that server (the first in /v1/models)")

@@ -86,11 +86,14 @@ def charsmap(table: Mapping[str, str]) -> bytes:
         for byte in key.encode():
             node = node.setdefault(byte, {})
         node[None] = places[text]
-    units, used = [0] * 256, {0}
+    units, used, starts = [0] * 256, {0}, set()
 
     def place(node: dict, at: int) -> None:
         labels = [0 if byte is None else byte for byte in node]
-        offset = next(o for o in range(1, 2**20) if not any((at ^ o ^ label) in used for label in labels))
+        free = (
+            o for o in range(1, 2**20) if at ^ o not in starts and not any(at ^ o ^ label in used for label in labels)
+        )
+        starts.add(at ^ (offset := next(free)))
         units.extend([0] * (max(at ^ offset ^ label for label in labels) // 256 * 256 + 256 - len(units)))
         units[at] |= offset << 10 | (256 if None in node else 0)
         used.update(at ^ offset ^ label for label in labels)

@@ -1,16 +1,19 @@
 """Vocabularies in other files than a tokenizer.json: what they become, and that nothing else does."""
 
+import itertools
 import json
 import random
+import unicodedata
 from pathlib import Path
 
 import pytest
 import vocabulary_fixtures as written
 from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers
 
 from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.families.vocabularies import conversion, gpt2, protobuf, sentencepiece, tekken, tiktoken
+from jaxlm.families.vocabularies import code_points, conversion, gpt2, protobuf, sentencepiece, tekken, tiktoken
 from jaxlm.families.vocabularies.charsmap import CharacterTable
 from jaxlm.families.vocabularies.conversion import PROBE
 
@@ -243,6 +246,73 @@ def test_a_table_of_characters_is_read_as_it_was_written():
     table = CharacterTable(written.charsmap(CHARACTERS))
     assert all(table.replaced(key) == text for key, text in CHARACTERS.items())
     assert table.replaced("a½ ﬁ\u200d😀é") == "a1⁄2 fi😀e\u0301"
+
+
+# Entries of a table like NFKC's: kana, jamo and letters with marks, alone and together, some removed.
+_BASES = "ｶ カ が ﾊ ハ e é ệ ẹ ﬁ Å ア".split(" ")
+_MARKS = ["\uff9e", "\uff9f", "\u3099", "\u309a", "\u0301", "\u0302", "\u0323"]
+_JAMO = ["\u1100", "\u1112", "\u1161", "\u11a8", "\u11ab", "\uffa1", "\uffc2", "가", "하"]
+_OTHERS = [*"a ab〜～ \r\n", "\u200d", "\x01", "\u0600", "\u0e33", "\ufdd0", "\ufdd1", "\ufdd2", "😀", "\U0001f3fb"]
+
+
+def compatibility_table() -> dict[str, str]:
+    """Return what NFKC makes of each character, of each with one mark and of jamo, where it changes these."""
+    some = [*_BASES, *_MARKS, *_JAMO]
+    sequences = [
+        *some,
+        *map("".join, itertools.product(_BASES, _MARKS)),
+        *map("".join, itertools.product(_JAMO, _JAMO)),
+    ]
+    sequences += map("".join, itertools.product(_BASES, _MARKS[4:], _MARKS[4:]))
+    table = {text: unicodedata.normalize("NFKC", text) for text in sequences}
+    whole = {text: other for text, other in table.items() if len(text) == 1 or len(other) < len(text)}
+    return {text: other for text, other in whole.items() if text != other} | {"\x01": "", "\u2460": "1"}
+
+
+def replaced_by_code_points(table: dict[str, str], text: str) -> str:
+    """Replace the longest entry at each position (SentencePiece's normalizer), written as plainly as can be."""
+    output, at = "", 0
+    while at < len(text):
+        sizes = [size for size in range(4, 0, -1) if text[at : at + size] in table and at + size <= len(text)]
+        size = sizes[0] if sizes else 1
+        output += table.get(text[at : at + size], text[at])
+        at += size
+    return output
+
+
+@pytest.mark.parametrize("custom", [{}, {"ab": "c", "aba": "", "〜": "~"}])
+def test_a_text_is_normalized_by_code_points(custom):
+    """Half-width kana with voiced marks, conjoining jamo and two marks lose nothing."""
+    table, draw = compatibility_table() | custom, random.Random(0)
+    compiled = written.charsmap(table)
+    read = CharacterTable(compiled)
+    assert read.entries() == table
+    normalizer = normalizers.Sequence(code_points.steps(read, compiled))
+    characters = [*_BASES, *_MARKS, *_MARKS, *_JAMO, *_OTHERS]
+    for _ in range(3000):
+        text = "".join(draw.choices(characters, k=draw.randrange(1, 12)))
+        expected = replaced_by_code_points(table, text)
+        assert read.replaced(text) == expected
+        assert normalizer.normalize_str(text) == expected, ascii(text)
+
+
+def test_the_probe_holds_what_graphemes_lose():
+    """A conversion that keeps the library's own normalizer is refused."""
+    compiled = written.charsmap(compatibility_table())
+    made = sentencepiece.convert(written.unigram_file(charsmap=compiled))
+    described = json.loads(made.backend.to_str())
+    steps = described["normalizer"]["normalizers"]
+    kept = {"Precompiled", "Prepend"}
+    described["normalizer"]["normalizers"] = [step for step in steps if step["type"] in kept or "▁" in str(step)]
+    backend = Backend.from_str(json.dumps(described))
+    with pytest.raises(InputError, match="^it cannot be converted"):
+        conversion.verify(made._replace(backend=backend), Tokenizer(Backend.from_str(json.dumps(described))))
+
+
+def test_a_table_that_no_steps_can_say_is_refused():
+    compiled = written.charsmap({"\ufdd0": "a"})
+    with pytest.raises(InputError, match="replaces code points that are no characters"):
+        code_points.steps(CharacterTable(compiled), compiled)
 
 
 def test_damaged_files_are_refused_or_read_and_nothing_else():

@@ -5,6 +5,9 @@ import numpy as np
 from jaxlm.core.errors import InputError
 
 _LEAF, _VALUE = 256, 2**31 - 1
+_LETTERS = np.arange(1, 256, dtype=np.uint32)
+_BYTES = [bytes([letter]) for letter in range(256)]
+_LONGEST, _MOST_NODES = 256, 2**21  # bytes of an entry, and steps to all: a damaged array may lead in circles
 
 
 class CharacterTable:
@@ -29,7 +32,7 @@ class CharacterTable:
         self._check()
 
     def _check(self) -> None:
-        units, letters = self._units, np.arange(1, 256, dtype=np.uint32)
+        units, letters = self._units, _LETTERS
         reached, nodes = np.zeros(len(units), bool), np.zeros(1, np.uint32)
         while len(nodes):
             reached[nodes] = True
@@ -42,6 +45,28 @@ class CharacterTable:
             children = starts[:, None] ^ letters[None]
             children = children[(units[children] & (2**31 | 255)) == letters[None]]
             nodes = np.unique(children[~reached[children]])
+
+    def entries(self) -> dict[str, str]:
+        """Return the texts that are replaced, with what replaces them. Raises InputError for one that is no UTF-8."""
+        labels = self._units & (2**31 | 255)
+        children: dict[int, list[int]] = {}  # by the place of a node's value
+        for place in np.flatnonzero((labels > 0) & (labels < 256)).tolist():
+            children.setdefault(place ^ int(labels[place]), []).append(place)
+        units, starts = self._units.tolist(), self._starts.tolist()
+        found: dict[bytes, str] = {}
+        nodes, seen = [(0, b"")], 0
+        while nodes:
+            node, key = nodes.pop()
+            start, seen = starts[node], seen + 1
+            if units[node] & _LEAF:
+                found[key] = self._text_at(units[start] & _VALUE).decode()
+            nodes += [(child, key + _BYTES[units[child] & 255]) for child in children.get(start, ())]
+            if seen > _MOST_NODES or len(key) > _LONGEST:
+                raise InputError("its table of characters has no end")
+        try:
+            return {key.decode(): text for key, text in found.items()}
+        except UnicodeDecodeError:
+            raise InputError("its table of characters replaces texts that are no UTF-8") from None
 
     def replaced(self, text: str) -> str:
         """Return a text after replacing, from its start on, the longest entry at each position."""
@@ -62,4 +87,7 @@ class CharacterTable:
                 break
             if self._units[node] & _LEAF:
                 size, value = at + 1 - start, int(self._units[self._starts[node]]) & _VALUE
-        return size, self._texts[value : self._texts.find(b"\0", value)]
+        return size, self._text_at(value)
+
+    def _text_at(self, value: int) -> bytes:
+        return self._texts[value : self._texts.find(b"\0", value)]

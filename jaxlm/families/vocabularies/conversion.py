@@ -17,6 +17,8 @@ PROBE = (
     "Plain words, and\tmore  of   them: it's 'quoted', they'll say I'VE, don't",
     "0123456789 3.14159, 2024-01-02, 1,000,000 and ٣ or ½",
     "Grüße, Здравствуй, 你好世界, こんにちは, שלום, مرحبا, नमस्ते, é as e\u0301, ﬁ, Ⅷ",
+    # Characters that only together, or only alone, are an entry of a normalizer: half-width kana, jamo, several marks.
+    "ｶﾞﾊﾟｳﾞ か\u3099\u309a, \u1112\u1161\u11ab \u1100\u1161 ﾡￂ, e\u0323\u0302 a\u0301\u0301 ﬁ\u0301 Å\u0301 \u0301x",
     "😀👩‍👩‍👧 and 🇩🇪, a space \u00a0, \u3000, a joiner \u200d, a rare sign \U000104a7 and \uf8ff",
     "\n\nlines\r\nof every\rkind\n \n\n\n  indented\n\t\ttabs\n",
     " ".join(f"{' ' * run}x{chr(10) * run}" for run in _RUNS) + "  ends with blanks   ",

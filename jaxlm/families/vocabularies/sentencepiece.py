@@ -10,7 +10,7 @@ import tokenizers as library
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from jaxlm.core.errors import InputError
-from jaxlm.families.vocabularies import protobuf
+from jaxlm.families.vocabularies import code_points, protobuf
 from jaxlm.families.vocabularies.byte_level import MOST_TOKENS, check_ids
 from jaxlm.families.vocabularies.charsmap import CharacterTable
 from jaxlm.families.vocabularies.conversion import Conversion, add_special, merged
@@ -251,7 +251,7 @@ def _unigram(model: SentencePieceModel) -> models.Unigram:
 def _normalizers(model: SentencePieceModel) -> list[normalizers.Normalizer]:
     steps: list[normalizers.Normalizer] = []
     if model.table:
-        steps.append(normalizers.Precompiled(model.charsmap))
+        steps += code_points.steps(model.table, model.charsmap)
     if model.one_blank:
         steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     steps.append(normalizers.Replace(" ", _BLANK))

@@ -68,6 +68,8 @@ class _Composition:
     def _composed(self, texts: Iterable[str], singles: Mapping[int, str]) -> list[str]:
         """Return texts after the form, the table's single characters, and the composing form."""
         joined = _SEPARATOR.join(texts)
+        if not joined:
+            return []
         if self._form is not None:
             return _normalized(_normalized(joined, self._form).translate(singles), normalizers.NFC).split(_SEPARATOR)
         return joined.translate(singles).split(_SEPARATOR)

@@ -99,7 +99,7 @@ def _without(model: dict[str, Any], backend: tokenizers.Tokenizer, controls: set
 
 def _cut_of(token: str, others: models.Model, controls: set[str], whole_word: bool) -> TokenCut:
     """Return the first cut between tokens of the other model, else between characters, with no control token left."""
-    ends = [len(token.encode()[: found.offsets[1]].decode(errors="ignore")) for found in others.tokenize(token)]
+    ends = [len(token.encode()[: part.offsets[1]].decode(errors="ignore")) for part in others.tokenize(token)]
     for at in (*ends, *range(1, len(token))):
         if 0 < at < len(token) and not controls & {token[:at], token[at:]}:
             return TokenCut(token[:at], token[at:], whole_word)

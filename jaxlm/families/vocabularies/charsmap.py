@@ -53,18 +53,18 @@ class CharacterTable:
         for place in np.flatnonzero((labels > 0) & (labels < 256)).tolist():
             children.setdefault(place ^ int(labels[place]), []).append(place)
         units, starts = self._units.tolist(), self._starts.tolist()
-        found: dict[bytes, str] = {}
+        text_of_key: dict[bytes, str] = {}
         nodes, seen = [(0, b"")], 0
         while nodes:
             node, key = nodes.pop()
             start, seen = starts[node], seen + 1
             if units[node] & _LEAF:
-                found[key] = self._text_at(units[start] & _VALUE).decode()
+                text_of_key[key] = self._text_at(units[start] & _VALUE).decode()
             nodes += [(child, key + _BYTES[units[child] & 255]) for child in children.get(start, ())]
             if seen > _MOST_NODES or len(key) > _LONGEST:
                 raise InputError("its table of characters has no end")
         try:
-            return {key.decode(): text for key, text in found.items()}
+            return {key.decode(): text for key, text in text_of_key.items()}
         except UnicodeDecodeError:
             raise InputError("its table of characters replaces texts that are no UTF-8") from None
 

@@ -43,11 +43,11 @@ def steps(table: CharacterTable, compiled: bytes) -> list[normalizers.Normalizer
     best = _Composition(None, singles, several)
     if best.exceptions > _FEW:
         best = min(best, _Composition(normalizers.NFKC, singles, several), key=lambda way: way.exceptions)
-    found = best.steps(compiled)
+    replacing = best.steps(compiled)
     given, wanted = (_SEPARATOR.join([*texts][::_SAMPLE]) for texts in (entries, entries.values()))
-    if best.exceptions > _MOST_REPLACED or normalizers.Sequence(found).normalize_str(given) != wanted:
+    if best.exceptions > _MOST_REPLACED or normalizers.Sequence(replacing).normalize_str(given) != wanted:
         raise InputError("its table of characters replaces sequences in a way that a tokenizer.json cannot say")
-    return found
+    return replacing
 
 
 class _Composition:

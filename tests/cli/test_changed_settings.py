@@ -218,6 +218,21 @@ def test_an_override_with_the_value_of_the_file_makes_no_other_run(tmp_path):
     assert name("model.attention={num_heads=2}") != name()
 
 
+def test_a_run_of_an_earlier_default_keeps_it(tmp_path):
+    """Keep it where the configuration gives no share, and no other share."""
+    file = tmp_path / "mine.toml"
+    file.write_text(write_config(tmp_path).read_text().replace("held_out = 0.1\n", ""))
+    run = JobFolder(tmp_path / "run")
+    run.paths.directory.mkdir()
+    now = config.load(file)
+    assert now.data.held_out is None and run.with_former_defaults(now) == now  # a new run
+    for recorded, expected in (("0.1", 0.1), ("0.2", None)):
+        run.paths.config.write_text(config.load(file, [f"data.held_out={recorded}"]).to_toml())
+        assert run.with_former_defaults(now).data.held_out == expected
+        given = config.load(file, ["data.held_out=0.3"])
+        assert run.with_former_defaults(given) == given
+
+
 def test_short_names_of_keys_are_of_one_key_each():
     """Sections are left out of the name of a folder."""
     found: dict[str, set[str]] = {}

@@ -11,6 +11,7 @@ import pytest
 from matrices import sampled
 
 from jaxlm.cli import main
+from jaxlm.core import units
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 KEYS = {
@@ -304,3 +305,18 @@ def test_inference_that_no_engine_runs_is_refused(capsys, arguments, said):
     assert main(["plan", str(MODELS / "llama3.1-8b.toml"), "--on", "h100:7", "--workload", "decode", *arguments]) == 2
     out, errors = capsys.readouterr()
     assert out == "" and errors.count("\n") == 1 and said in errors
+
+
+@pytest.mark.parametrize("workload", ["train", "prefill", "decode"])
+def test_one_plan_says_the_time_of_a_step_and_its_price(capsys, workload):
+    asked = ["--on", "h100:8", "--workload", workload]
+    row, shown = json.loads(plan(capsys, *asked, "--json")), plan(capsys, *asked)
+    assert re.search(
+        rf"^time +{re.escape(units.seconds(row['time_s']['expected']))} a step, within .* to ", shown, re.M
+    )
+    assert f"${row['usd_per_million_tokens']:.3g} per million tokens" in shown
+
+
+def test_a_price_that_is_not_published_is_said(capsys):
+    shown = plan(capsys, "--on", "rtx5090:1", "--workload", "decode", model="gpt2-124m")
+    assert "rtx5090 has no published price" in shown and " – " not in shown

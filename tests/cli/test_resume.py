@@ -43,6 +43,15 @@ def finished(config, tmp_path_factory):
     return run
 
 
+def test_the_last_evaluation_is_bounded(config, finished, tmp_path):
+    """In whole batches, here of 8 × 32 tokens; its steps are those of a run that is measured on all held-out text."""
+    run = tmp_path / "run"
+    assert main(["train", str(config), *SHORT, "evaluation.final_tokens=300", "--out", str(run)]) == 0
+    bounded, whole = (rows(folder, "evaluations.jsonl")[-1] for folder in (run, finished))
+    assert 256 < bounded["tokens"] <= 512 < whole["tokens"]
+    assert figures(run) == figures(finished)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(config, tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"

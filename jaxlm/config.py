@@ -94,7 +94,8 @@ def load(
     _import(values, path, is_record, plugged)
     if path.name == PUBLISHED and kind in ("prefill", "decode") and (dtype := config_dtype(read_json(path))):
         values["execution"] = {"dtype": dtype}
-    if RunPaths(path.parent).are_of_a_run and path.name == RunPaths(path.parent).config.name:
+    is_run = RunPaths(path.parent).are_of_a_run and path.name == RunPaths(path.parent).config.name
+    if is_run:
         values = with_present_keys(values)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,), plugged)
@@ -121,6 +122,8 @@ def load(
             hint = "; where a plug-in registers it, give that: --import MODULE"
         raise InputError(f"{path}: {explain(error, Experiment, values, filled)}{hint}") from None
     _check(experiment, kind)
+    if kind == "train" and not is_run and path.name != PUBLISHED:  # which have a tokenizer, or need none
+        _check_new_tokenizer(experiment)
     if installed := plugins.installed_of(type(section).__module__ for section in _sections(experiment)):
         named = [*dict.fromkeys((*values["import"], *map(str, installed)))]
         return experiment.model_copy(update={"import": tuple(named)})
@@ -352,15 +355,18 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             f"execution.remat keeps {', '.join(unknown)}, which no layer of the model has; what it can keep is "
             f"{', '.join(model.activations)}"
         )
-    makes_bytes = kind == "train" and experiment.data.tokenizer in ("bytes", "bpe")
-    if makes_bytes and model.vocab_size < BYTES_VOCABULARY:
-        raise InputError(
-            f'data.tokenizer = "{experiment.data.tokenizer}" has at least {BYTES_VOCABULARY} tokens, more than '
-            f"model.vocab_size = {model.vocab_size}; set model.vocab_size={BYTES_VOCABULARY}, or data.tokenizer to "
-            "a file"
-        )
     if kind == "train":
         check_layout(experiment, experiment.mesh.least())
+
+
+def _check_new_tokenizer(experiment: Experiment) -> None:
+    """Raise InputError where the model has fewer ids than the tokenizer that is made for it."""
+    tokenizer, vocabulary = experiment.data.tokenizer, experiment.model.vocab_size
+    if tokenizer in ("bytes", "bpe") and vocabulary < BYTES_VOCABULARY:
+        raise InputError(
+            f'data.tokenizer = "{tokenizer}" has at least {BYTES_VOCABULARY} tokens, more than model.vocab_size = '
+            f"{vocabulary}; set model.vocab_size={BYTES_VOCABULARY}, or data.tokenizer to a file"
+        )
 
 
 def _refuse_sizes_of_training(keys: Iterable[str], kind: Kind | None) -> None:

@@ -326,7 +326,7 @@ class LoadedModel:
             self.mesh,
             settings,
             valid_token_mask=self.tokenizer and self.tokenizer.valid_token_mask(self.config.vocab_size),
-            stop_token_ids=self.tokenizer.stop_token_ids if self.tokenizer else (),
+            stop_token_ids=(self.tokenizer or self.source.text).stop_token_ids,
             kernels=self.experiment.execution.kernels,
         )
 

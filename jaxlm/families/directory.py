@@ -19,7 +19,7 @@ from jaxlm.families import hub, quantized, safetensors, table
 from jaxlm.families.family import Family, named
 from jaxlm.families.files import CONFIG, GENERATION, INDEX, SINGLE, read_json, shards, text_of, write_json
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
-from jaxlm.families.settings import config_of, family_of, model_of
+from jaxlm.families.settings import config_of, family_of, inert_keys, model_of
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.rules import Rules
@@ -79,7 +79,11 @@ class PublishedModel:
 
     @cached_property
     def _named(self) -> dict[str, StoredTensor | LazyTensor]:
-        return {self.renamed(name): tensor for name, tensor in self._dequantized.items()}
+        stored: dict[str, str] = {}
+        for name in self._dequantized:
+            if (other := stored.setdefault(self.renamed(name), name)) != name:
+                raise InputError(f"{self.folder} has {other} and {name}, which are two names of one tensor")
+        return {name: self._dequantized[stored_name] for name, stored_name in stored.items()}
 
     def renamed(self, name: str) -> str:
         """Return the name that the family has for a tensor."""
@@ -91,7 +95,9 @@ class PublishedModel:
         """The tensors of pictures and the like, whose names begin with no prefix of the text model."""
         if "text_config" not in self._whole_config:
             return []
-        return [name for name, was in zip(self._named, self._dequantized, strict=True) if name == was]
+        same = [name for name, stored in zip(self._named, self._dequantized, strict=True) if name == stored]
+        known = table.tensors(self.model, self.family.rules).keys() | self.family.copies.keys()
+        return [name for name in same if name not in known]
 
     @cached_property
     def _dequantized(self) -> dict[str, StoredTensor | LazyTensor]:
@@ -99,10 +105,13 @@ class PublishedModel:
 
     @cached_property
     def _files(self) -> dict[str, StoredTensor]:
-        """All tensors by name, of the index or the one file. Raises InputError for a file that is missing or broken."""
+        """All tensors by name, of the one file or else of the index, as in transformers. Raises InputError for a file
+        that is missing or broken."""
         if self.hub_name is not None:
             hub.fetch_weights(self.hub_name, self.folder)
         copies.pull_missing(self.folder)
+        if (self.folder / SINGLE).is_file():
+            return safetensors.read_header(self.folder / SINGLE)
         if (self.folder / INDEX).is_file():
             names = shards(self.folder)
             headers = {file: safetensors.read_header(self._shard(file)) for file in dict.fromkeys(names.values())}
@@ -110,8 +119,6 @@ class PublishedModel:
             if lost:
                 raise InputError(f"{self.folder / INDEX} names {lost[0]}, which is not in {names[lost[0]]}")
             return {name: headers[file][name] for name, file in names.items()}
-        if (self.folder / SINGLE).is_file():
-            return safetensors.read_header(self.folder / SINGLE)
         old = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in self.folder.glob(pattern)]
         why = (
             f"has {old[0]}, which may run code when it is read; convert it to safetensors" if old else "has no tensors"
@@ -157,11 +164,16 @@ class PublishedModel:
         return {"": usual, **{name: dtype for name, dtype in each.items() if dtype != usual}}
 
     def remarks(self) -> list[str]:
-        """Return a line about each kind of tensor that is converted or left out when the model is read."""
+        """Return a line about each kind of tensor that is converted or left out when the model is read, and about the
+        keys of config.json that change nothing."""
         number = sum(isinstance(self.stored[name], LazyTensor) for name in self.tensors)
         lines = [f"{number} tensors are quantized and are read as bfloat16, as an export has them"] if number else []
         if dropped := self.dropped:
             lines.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
+        if (self.folder / SINGLE).is_file() and (self.folder / INDEX).is_file():
+            lines.append(f"{SINGLE} is read, and not {INDEX} beside it with its shards")
+        if keys := inert_keys(self._whole_config, str(self.folder / CONFIG)):
+            lines.append(f"keys of {CONFIG} that change no result, kept for an export: {', '.join(keys)}")
         return lines
 
 

@@ -13,12 +13,7 @@ from jaxlm.families.rule import TensorRule
 
 _FILES = resources.files("jaxlm.families") / "tables"
 # Sections of a family's file whose keys are added to those of its base; a key of "" takes one away.
-# Keys of every config.json that change no result.
-_INERT = (
-    *("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "model_type"),
-    *("pad_token_id", "torch_dtype", "transformers_version", "use_cache"),
-)
-_SECTIONS = ("config", "defaults", "equal", "weights", "copies")
+_SECTIONS = ("config", "defaults", "equal", "weights", "copies", "repeats", "prefixes")
 
 
 @dataclass(frozen=True)
@@ -32,12 +27,13 @@ class Family:
       config: by key of config.json, the key of [model] with the same value, or several such keys.
       defaults: values of keys that a config.json may leave out.
       equal: keys of config.json that, if present, must have one of these values.
-      inert: keys that change no result.
+      inert: keys that change no result in this family, beside those of `jaxlm.families.inert`.
       composites: translations of several keys together (`jaxlm.families.settings`).
       rules: the rules for the family's tensors.
       dropped: names of tensors that are no parameters; {l} stands for a layer.
       copies: tensors that a file may repeat under another name: by the name of the copy, the name of the tensor.
       aliases: by the older name of a key, its name today.
+      repeats: by a key that the family does not read, the key whose value it may repeat.
       prefixes: by the prefix of tensor names in some files, the prefix that the rules have.
       outer: keys of rotary positions that are also written outside of `rope_parameters`.
       bases: the number of files that the family's file builds on.
@@ -55,6 +51,7 @@ class Family:
     dropped: tuple[str, ...]
     copies: Mapping[str, str]
     aliases: Mapping[str, str]
+    repeats: Mapping[str, str]
     prefixes: Mapping[str, str]
     outer: frozenset[str]
     bases: int
@@ -106,12 +103,13 @@ def _family(name: str) -> Family:
         config={key: _all(value) for key, value in description["config"].items()},
         defaults=description.get("defaults", {}),
         equal={key: _all(value) for key, value in description.get("equal", {}).items()},
-        inert=frozenset((*_INERT, *description.get("inert", ()))),
+        inert=frozenset(description.get("inert", ())),
         composites=tuple(description["composites"]),
         rules=tuple(TensorRule.parse(tensor, line) for tensor, line in description["weights"].items()),
         dropped=tuple(description.get("dropped", ())),
         copies=description.get("copies", {}),
         aliases=description.get("aliases", {}),
+        repeats=description.get("repeats", {}),
         prefixes=description.get("prefixes", {}),
         outer=frozenset(description.get("outer", ())),
         bases=_bases(name),

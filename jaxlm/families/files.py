@@ -68,10 +68,10 @@ def computing_dtype(dtypes: Mapping[str, str]) -> Dtype:
 
 
 def config_dtype(config: Mapping[str, Any]) -> Dtype | None:
-    """Return a dtype no coarser than the one that config.json gives the weights; None if config.json gives none."""
-    dtype = next(
-        (table[key] for table in (text_of(config), config) for key in ("dtype", "torch_dtype") if key in table), None
-    )
+    """Return a dtype no coarser than the one that config.json gives the weights; None if config.json gives none. As in
+    transformers, `dtype` goes before `torch_dtype`."""
+    tables = (text_of(config), config)
+    dtype = next((table[key] for table in tables for key in ("dtype", "torch_dtype") if table.get(key)), None)
     return None if not isinstance(dtype, str) else "bfloat16" if dtype == "bfloat16" else "float32"
 
 

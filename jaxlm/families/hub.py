@@ -38,7 +38,9 @@ def fetch_weights(name: str | Path, folder: Path) -> None:
     parts = _NAME.fullmatch(str(name))
     assert parts is not None
     commit = folder.name  # the commit of the small files: the branch may have moved since
-    _snapshot(name, parts["model"], commit, set(shards(folder).values()) if (folder / INDEX).is_file() else [SINGLE])
+    _snapshot(name, parts["model"], commit, [SINGLE])
+    if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+        _snapshot(name, parts["model"], commit, set(shards(folder).values()))
 
 
 def _snapshot(name: str | Path, model: str, revision: str | None, files: Iterable[str]) -> Path:

@@ -39,6 +39,8 @@ class LayerKinds:
         layers = values["num_layers"]
         ropes = rope_keys.read(entries, _KINDS, values, where)
         typed = entries.get("layer_types") is not None
+        if not self.windows:
+            _drop_unused_windows(entries, layers)
         kinds = _kinds(entries, layers, where) if self.windows else [_FULL] * layers
         window = entries.pop("sliding_window", None) if self.windows else None
         for key in _OLD_KEYS if self.windows else ():
@@ -53,7 +55,7 @@ class LayerKinds:
             (window if kind == _SLIDING else None, ropes[kind] if rotates else unrotated)
             for kind, rotates in zip(kinds, rotated, strict=True)
         ]
-        return _model(found)
+        return {**_model(found), "context_length": rope_keys.stretched(ropes.values(), values["context_length"])}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         """Return the keys of windows and rotary positions, in both spellings. Raises InputError if the family has
@@ -127,6 +129,15 @@ def _rotating(
         if rotates and first_blocks.setdefault(kind, block).position != block.position:
             raise InputError(f"layers of one kind have several rotary positions, and {family.name} has one")
     return first_blocks
+
+
+def _drop_unused_windows(entries: dict[str, Any], layers: int) -> None:
+    """Take keys of windows that ask for none out of the `entries` of a family without windows."""
+    if entries.get("sliding_window") is None or entries.get("use_sliding_window") is False:
+        for key in ("sliding_window", *_OLD_KEYS):
+            entries.pop(key, None)
+    if entries.get("layer_types") == [_FULL] * layers:
+        del entries["layer_types"]
 
 
 def _first(windowed: Sequence[bool]) -> int:

@@ -1,13 +1,16 @@
 """Translation between rotary positions of a published config.json, in two spellings, and [model.position]."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxlm.core.errors import InputError
+from jaxlm.families import inert
 from jaxlm.families.family import Family
 from jaxlm.models.config import BlockConfig, ModelConfig
 
 _ORIGINAL = "original_max_position_embeddings"
+_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # which older files have outside of `rope_scaling`
 # Keys of a scaling in config.json and in [model.position.scaling], by its kind.
 _SCALINGS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
@@ -35,20 +38,57 @@ def read(
 ) -> dict[str, dict[str, Any]]:
     """Take the keys of rotary positions out of `entries`. Return `position` of each kind of layer.
 
-    `rope_parameters` goes before `rope_theta` and `rope_scaling`. Raises InputError for a scaling that jaxlm lacks.
+    As in transformers, `rope_scaling` goes before `rope_parameters`, whose `rope_theta` goes before the key of that
+    name. Raises InputError for a scaling that jaxlm lacks, and where a value in `rope_parameters` would be lost.
     """
-    theta, scaling = entries.pop("rope_theta", None), entries.pop("rope_scaling", None) or {}
-    parameters, local = entries.pop("rope_parameters", None) or {}, entries.pop("rope_local_base_freq", None)
+    old = {key: entries.pop(key, None) for key in _OUTSIDE}
+    scaling, parameters = (entries.pop(key, None) or {} for key in ("rope_scaling", "rope_parameters"))
+    if not (isinstance(scaling, Mapping) and isinstance(parameters, Mapping)):
+        raise InputError(f"{where}: rope_scaling and rope_parameters have to be tables, or null")
+    local = entries.pop("rope_local_base_freq", None)
     context = {"max": values["context_length"], _ORIGINAL: entries.pop(_ORIGINAL, None)}
-    old = {"rope_theta": theta, "partial_rotary_factor": entries.pop("partial_rotary_factor", None)}
-    if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
-        if strange := parameters.keys() - set(kinds):
-            raise InputError(f"{where}: rope_parameters has {', '.join(sorted(strange))}, which jaxlm does not have")
-        return {kind: _position({**old, **parameters.get(kind, {})}, context, where) for kind in kinds}
-    whole = _position({**old, **({} if parameters else scaling), **parameters}, context, where)
-    if local is None:
-        return dict.fromkeys(kinds, whole)
-    return {kinds[0]: whole, kinds[1]: _position({**old, "rope_theta": local}, context, where)}
+    if local is not None:
+        given = _by_kind(parameters, kinds, where) if parameters else {}
+        if given is None:
+            raise InputError(f"{where}: rope_parameters must have a table for each of {', '.join(kinds)}")
+        found = {
+            kinds[0]: {**old, **given.get(kinds[0], {}), **scaling},
+            kinds[1]: {**old, "rope_theta": local, **given.get(kinds[1], {})},
+        }
+    else:
+        given = scaling or parameters
+        by_kind = _by_kind(given, kinds, where) or {}
+        lost = {key: value for key, value in parameters.items() if scaling and key in _OUTSIDE}
+        if any(value != scaling.get(key, old[key]) for key, value in lost.items()):
+            raise InputError(
+                f"{where}: rope_scaling goes before rope_parameters, whose {' and '.join(lost)} would be lost; keep "
+                "one of the two"
+            )
+        found = {kind: {**old, **(by_kind.get(kind, {}) if by_kind else given)} for kind in kinds}
+    return {kind: _position(parameters, context, where) for kind, parameters in found.items()}
+
+
+def stretched(positions: Iterable[Mapping[str, Any]], context: int) -> int:
+    """Return the tokens that a model with these positions holds, where config.json gives a `context`.
+
+    It is that one, but for files that give the original context: those with dynamic scaling, which computes with it,
+    and those to which YaRN was added. They hold `factor` times as many.
+    """
+    lengths = [context]
+    for position in positions:
+        scaling = position.get("scaling", {})
+        if scaling.get("kind") in ("dynamic", "yarn") and scaling["original_context_length"] == context:
+            lengths += [math.floor(factor * context) for factor in [scaling.get("factor")] if factor]
+    return max(lengths)
+
+
+def _by_kind(parameters: Mapping[str, Any], kinds: Sequence[str], where: str) -> dict[str, Mapping[str, Any]] | None:
+    """Return the parameters of each kind of layer; None where all layers have the same."""
+    if not parameters or not all(isinstance(value, Mapping) for value in parameters.values() if value is not None):
+        return None
+    if strange := parameters.keys() - set(kinds):
+        raise InputError(f"{where}: rope_parameters has {', '.join(sorted(strange))}, which jaxlm does not have")
+    return {kind: value or {} for kind, value in parameters.items()}
 
 
 def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -70,6 +110,10 @@ def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family)
         }
     elif any(rope != full for rope in others):
         raise InputError(f"{family.name} has one kind of rotary positions")
+    for block in blocks.values():
+        position: Any = block.position
+        if position.scaling is not None and position.scaling.kind == "dynamic":
+            entries["max_position_embeddings"] = position.scaling.original_context_length
     if _ORIGINAL in family.outer and _ORIGINAL in full:
         entries[_ORIGINAL] = full[_ORIGINAL]
         # Beside it transformers 4 takes three keys alone, and what follows from the two lengths; 5 reads them first.
@@ -83,14 +127,13 @@ def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family)
 
 def _old_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return `rope_scaling`, the scaling in the spelling of transformers 4."""
-    others = ("rope_theta", "partial_rotary_factor")
-    return None if parameters["rope_type"] == "default" else {k: x for k, x in parameters.items() if k not in others}
+    return None if parameters["rope_type"] == "default" else {k: x for k, x in parameters.items() if k not in _OUTSIDE}
 
 
 def _position(parameters: dict[str, Any], context: Mapping[str, Any], where: str) -> dict[str, Any]:
     left = {key: value for key, value in parameters.items() if value is not None}
-    kinds = {left.pop(key) for key in ("rope_type", "type") if key in left}
-    kind = next(iter(kinds), "default")
+    older = left.pop("type", "default")
+    kind = left.pop("rope_type", older)
     kind = _OLD_NAMES.get(kind, kind)
     position: dict[str, Any] = {"kind": "rope", "theta": float(left.pop("rope_theta"))}
     fraction = left.pop("partial_rotary_factor", 1.0)
@@ -100,8 +143,9 @@ def _position(parameters: dict[str, Any], context: Mapping[str, Any], where: str
         if kind not in _SCALINGS:
             raise InputError(f"{where}: rope_type {kind!r} is a scaling that jaxlm does not have")
         position["scaling"] = _scaling(kind, left, context)
-    if left and kind != "default":
-        raise InputError(f"{where}: {', '.join(sorted(left))}: jaxlm knows no such key of rope_type {kind!r}")
+    strange = sorted(key for key, value in left.items() if kind != "default" and not inert.is_inert(key, value))
+    if strange:
+        raise InputError(f"{where}: {', '.join(strange)}: jaxlm knows no such key of rope_type {kind!r}")
     return position
 
 
@@ -111,7 +155,9 @@ def _scaling(kind: str, left: dict[str, Any], context: Mapping[str, Any]) -> dic
     original = context[_ORIGINAL] or scaling.get("original_context_length") or context["max"]
     if kind == "dynamic":
         original = context["max"]
-    if kind != "linear":
+    if kind == "linear":
+        left.pop(_ORIGINAL, None)  # it divides all frequencies, whatever the original context
+    else:
         scaling["original_context_length"] = original
     if kind in ("yarn", "longrope") and "factor" not in scaling:
         scaling["factor"] = context["max"] / original

@@ -1,31 +1,50 @@
 """Translation between the keys of a published config.json and the keys of [model], both ways."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import merged
-from jaxlm.families import quantized
+from jaxlm.families import inert, quantized
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
 from jaxlm.models.config import BlockConfig, ModelConfig
+
+_GATED = {"swiglu": "silu"}  # of activations that are named with their gate
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the architecture that a config.json describes.
 
     For a model of text and pictures it is the architecture of the text part, and for a quantized model that of the
-    dequantized one. Raises InputError for a family that jaxlm does not have, and for a key that jaxlm does not know or
-    a value that [model] cannot express: nothing that changes a result is ignored.
+    dequantized one. Raises InputError for a family that jaxlm does not have, for a key that may change a result and
+    that jaxlm does not know, for a value that [model] cannot express, and for two spellings of a key that differ.
     """
+    values, _ = _read(config, where)
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        why = error.errors()[0]
+        raise InputError(f"{where} describes no model: {'.'.join(map(str, why['loc']))}: {why['msg']}") from None
+
+
+def inert_keys(config: Mapping[str, Any], where: str) -> list[str]:
+    """Return the keys of a config.json that change no result, in order, but for those that every file has. Raises
+    InputError as `model_of` does."""
+    return sorted(key for key in _read(config, where)[1] if not inert.is_usual(key, text_of(config)[key]))
+
+
+def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of [model], and the keys of config.json that change nothing."""
     quantized.check_method(config, where)
     config = {key: value for key, value in text_of(config).items() if key != quantized.CONFIG_KEY}
     family = named(config.get("model_type"), where)
-    known = {family.aliases.get(key, key): value for key, value in config.items()}
-    entries = {key: value for key, value in {**family.defaults, **known}.items() if key not in family.inert}
+    known = {**family.defaults, **_renamed(config, family, where)}
+    entries = {key: value for key, value in known.items() if key not in family.inert}
     values: dict[str, Any] = dict(family.model)
     for key, allowed in family.equal.items():
         value = entries.pop(key, allowed[0])
@@ -37,13 +56,40 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
                 values = merged(values, _nested(target, value))
     for composite in family.composites:
         values = merged(values, _COMPOSITES[composite].read(entries, values, where))
-    if left := [key for key, value in entries.items() if value not in (None, {})]:
-        raise InputError(f"{where}: {', '.join(sorted(left))}: jaxlm knows no such key of {family.name}")
-    try:
-        return ModelConfig.model_validate(values)
-    except ValidationError as error:
-        why = error.errors()[0]
-        raise InputError(f"{where} describes no model: {'.'.join(map(str, why['loc']))}: {why['msg']}") from None
+    refused = [key for key, value in entries.items() if not _is_repeated(key, value, known, family, where)]
+    refused = [key for key in refused if not inert.is_inert(key, entries[key])]
+    if refused:
+        raise InputError(
+            f"{where}: {', '.join(sorted(refused))}: jaxlm knows no such key of {family.name}; if no result depends on "
+            "it, take it out of the file"
+        )
+    return values, [key for key in config if key in entries or key in family.inert]
+
+
+def _renamed(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the keys under the names of today. Raises InputError where an older name has another value beside it."""
+    for old, now in family.aliases.items():
+        if None not in (config.get(old), config.get(now)) and config[old] != config[now]:
+            raise _differing(where, old, config[old], now, config[now])
+    return {
+        family.aliases.get(key, key): value
+        for key, value in config.items()
+        if value is not None or key not in family.aliases
+    }
+
+
+def _is_repeated(key: str, value: Any, known: Mapping[str, Any], family: Family, where: str) -> bool:
+    """Return whether a key repeats the value of one that the family reads. Raises InputError where it has another."""
+    of = family.repeats.get(key)
+    if value is None or known.get(of) is None:
+        return False
+    if (_GATED.get(value, value) if isinstance(value, str) else value) != known[of]:
+        raise _differing(where, key, value, of, known[of])
+    return True
+
+
+def _differing(where: str, key: str, value: Any, other: str, its: Any) -> InputError:
+    return InputError(f"{where}: {key} = {value!r} and {other} = {its!r} are two names of one setting; leave one out")
 
 
 def config_of(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -73,9 +119,15 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def _alike(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two models compute the same, whatever the entries of their patterns are called."""
-    of_blocks = {*BlockConfig.model_fields, "pattern", "initializer_std"}
-    return one.layers == other.layers and one.model_dump(exclude=of_blocks) == other.model_dump(exclude=of_blocks)
+    """Return whether two models compute the same, whatever the entries of their patterns are called.
+
+    With dynamic scaling the context changes nothing that is computed, and no file gives another than the factor's.
+    """
+    unlike = {*BlockConfig.model_fields, "pattern", "initializer_std"}
+    scalings = [block.position.scaling for block in one.layers if block.position.kind == "rope"]
+    if any(scaling is not None and scaling.kind == "dynamic" for scaling in scalings):
+        unlike |= {"context_length"}
+    return one.layers == other.layers and one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
 
 
 def _either(allowed: tuple[Any, ...]) -> str:
@@ -133,27 +185,35 @@ class _ScoreMultiplier:
         return {"attention_multiplier": attention.head_dim**-0.5 if attention.scale is None else attention.scale}
 
 
+@dataclass(frozen=True)
 class _Activation:
-    """GPT-NeoX gives its activation by transformers' name."""
+    """GPT-2 and GPT-NeoX give their activation by transformers' name, under a key."""
 
-    _NAMES: ClassVar = {
+    key: str
+    # The first name of each is written. Those of the tanh form differ in the order of their products alone.
+    NAMES: ClassVar = {
         "gelu": "gelu",
+        "gelu_python": "gelu",
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_accurate": "gelu_tanh",
+        "gelu_python_tanh": "gelu_tanh",
         "relu": "relu",
         "relu2": "relu_squared",
         "silu": "silu",
+        "swish": "silu",
     }
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        name = entries.pop("hidden_act")
-        if name not in self._NAMES:
-            raise InputError(f"{where}: hidden_act = {name!r}, and jaxlm has {_either(tuple(self._NAMES))} alone")
-        return {"feed_forward": {"activation": self._NAMES[name]}}
+        name = entries.pop(self.key)
+        if name not in self.NAMES:
+            raise InputError(f"{where}: {self.key} = {name!r}, and jaxlm has {_either(tuple(self.NAMES))} alone")
+        return {"feed_forward": {"activation": self.NAMES[name]}}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
-        names = {ours: theirs for theirs, ours in reversed(self._NAMES.items())}
-        return {"hidden_act": names[model.feed_forward.activation]}
+        names = {ours: theirs for theirs, ours in reversed(self.NAMES.items())}
+        return {self.key: names[model.feed_forward.activation]}
 
 
 class _InnerWidth:
@@ -196,7 +256,8 @@ _COMPOSITES = {
     "rope of listed layers": LayerKinds(windows=True, rotates="listed"),
     "query scale": _QueryScale(),
     "score multiplier": _ScoreMultiplier(),
-    "activation": _Activation(),
+    "activation": _Activation("hidden_act"),
+    "activation function": _Activation("activation_function"),
     "whole heads": _WholeHeads(),
     "inner width": _InnerWidth(),
     "logits scaling": _LogitsScaling(),

@@ -56,7 +56,8 @@ class Run:
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises InputError where there is none, or one with more tokens than the model."""
         if not self.paths.tokenizer.is_file():
-            raise InputError(f"{self.paths} has no {self.paths.tokenizer.name}; give --token-ids in place of --prompt")
+            name = self.paths.tokenizer.name
+            raise InputError(f"{self.paths} has no {name}, which texts need; generate from --token-ids")
         if is_published(self.paths.huggingface):
             tokenizer = tokens.load(self.paths.tokenizer, self.paths.huggingface)
         else:

@@ -15,6 +15,7 @@ from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import files, hub, tokens
 from jaxlm.families.files import DTYPES, TOKENIZER, computing_dtype, is_adapter, is_gguf
+from jaxlm.families.special_tokens import SpecialTokens
 from jaxlm.models.execution_config import Dtype
 from jaxlm.runs.folder import check_vocabulary
 from jaxlm.runs.source import WeightsRequest, check_reads
@@ -126,7 +127,7 @@ class PublishedText:
         folder = self._model.folder
         if not self.has_tokenizer:
             only = f", but {code}, which is code and is not run" if (code := tokens.code(folder)) else ""
-            raise InputError(f"{self._model} has no {TOKENIZER}{only}; give --token-ids in place of --prompt")
+            raise InputError(f"{self._model} has no {TOKENIZER}{only}, which texts need; generate from --token-ids")
         return tokens.complete(folder, self._model.model.vocab_size)
 
     def load_tokenizer(self) -> Tokenizer:
@@ -134,6 +135,11 @@ class PublishedText:
         tokenizer = tokens.load(self.tokenizer_file, self._model.folder)
         check_vocabulary(tokenizer, self._model.model.vocab_size, self.tokenizer_file)
         return tokenizer
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The ids of `eos_token_id`. Raises InputError where a file has what is no id."""
+        return SpecialTokens(self._model.folder).stop_token_ids
 
     def check_held_out(self, experiment: Experiment) -> None:
         """Raise InputError: no text is known that a published model was trained with."""

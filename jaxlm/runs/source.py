@@ -96,6 +96,11 @@ class ModelText(Protocol):
         """Return the tokenizer. Raises InputError without one."""
         ...
 
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The ids of `eos_token_id` that published weights came with, which end a text where there is no tokenizer."""
+        ...
+
     def check_held_out(self, experiment: Experiment) -> None:
         """Raise InputError where there is no held-out text, or another than that of the experiment."""
         ...

@@ -13,6 +13,7 @@ from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families.files import DTYPES, GENERATION, computing_dtype, read_json
+from jaxlm.families.special_tokens import SpecialTokens
 from jaxlm.models.execution_config import Dtype
 from jaxlm.runs.folder import Run
 from jaxlm.runs.source import ModelWeights, WeightsRequest, check_reads
@@ -153,6 +154,11 @@ class RunText:
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises InputError where there is none, or one with more tokens than the model."""
         return self._run.load_tokenizer()
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The ids of `eos_token_id` that its weights came with. Raises InputError where a file has what is no id."""
+        return SpecialTokens(self._run.paths.huggingface).stop_token_ids
 
     def check_held_out(self, experiment: Experiment) -> None:
         """Raise InputError where keys of [data] are not as the run was trained with, so that its text is another."""

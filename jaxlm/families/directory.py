@@ -193,7 +193,8 @@ def write(
 
     Returns the family. Raises InputError for a model that no family has.
     """
-    before = dict(text_of(json.loads(carried[CONFIG]))) if CONFIG in carried else {}
+    given = json.loads(carried.get(CONFIG, b"{}"))
+    before = dict(text_of(given))
     before.pop(quantized.CONFIG_KEY, None)
     family = named(before["model_type"], CONFIG) if "model_type" in before else family_of(model)
     expected = table.tensors(model, family.rules)
@@ -210,7 +211,8 @@ def write(
     with building(folder) as partial:
         for name, content in carried.items():
             (partial / name).write_bytes(content)
-        write_json(partial / CONFIG, config)
+        if config != given:  # or it stays as it is, byte for byte
+            write_json(partial / CONFIG, config)
         where = {}
         for number, tensors in enumerate(files, 1):
             name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"

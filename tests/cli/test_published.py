@@ -386,3 +386,38 @@ def test_a_run_of_ours_is_published_with_its_tokenizer(tmp_path, capsys):
         assert told[0] == told[1]
         config = json.loads((out / "config.json").read_text())
         assert config["bos_token_id"] == config["eos_token_id"] == 256
+
+
+def test_a_model_without_a_tokenizer_and_with_few_ids_ends_its_texts_and_is_given_back(tmp_path, capsys):
+    """`eos_token_id` of either file ends a text of token ids, before an import and after it."""
+    model, run, rows = tmp_path / "model", tmp_path / "run", 96
+    config = json.loads((PUBLISHED / "config.json").read_text()) | {"vocab_size": rows, "is_llama_config": True}
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    there = {name: tensor.read() for name, tensor in PublishedModel(PUBLISHED).stored.items()}
+    there = {name: np.array(x[:rows] if name in tables else x) for name, x in there.items()}
+    model.mkdir()
+    tensors = {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in there.items()}
+    safetensors.write(model / "model.safetensors", tensors, {})
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    options = ["--token-ids", "1,70,71", "--max-tokens", "12", "--temperature", "0", *AS_FEW, *ON_ONE, "--json"]
+
+    def generated(path):
+        assert main(["generate", str(path), *options]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        return answer["token_ids"], answer["finish_reason"]
+
+    ids, reason = generated(model)
+    assert len(ids) == 12 and reason == "length"
+    end = ids[8]
+    until = ids[: ids.index(end)], "stop"
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [rows - 1, end]}))
+    assert generated(model) == until
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": rows - 1}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    assert main(["import", str(model), str(run)]) == 0
+    said = capsys.readouterr()
+    assert "keys of config.json that change no result, kept for an export: is_llama_config" in said.out + said.err
+    assert generated(run) == until
+    assert main(["export", str(run), str(tmp_path / "back")]) == 0
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (model / name).read_bytes()

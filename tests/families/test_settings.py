@@ -215,7 +215,7 @@ def test_the_family_of_an_export_has_what_its_class_in_transformers_asks_for():
         (
             LLAMA,
             {"rope_scaling": {"type": "su", "factor": 2}},
-            "describes no model: position.rope.scaling.short_factors",
+            "describes no model: position.scaling.short_factors",
         ),
         (LLAMA, {"num_key_value_heads": 4}, "describes no model"),
         (

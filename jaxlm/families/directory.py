@@ -193,8 +193,8 @@ def write(
 
     Returns the family. Raises InputError for a model that no family has.
     """
-    given = json.loads(carried.get(CONFIG, b"{}"))
-    before = dict(text_of(given))
+    carried_config = json.loads(carried.get(CONFIG, b"{}"))
+    before = dict(text_of(carried_config))
     before.pop(quantized.CONFIG_KEY, None)
     family = named(before["model_type"], CONFIG) if "model_type" in before else family_of(model)
     expected = table.tensors(model, family.rules)
@@ -211,7 +211,7 @@ def write(
     with building(folder) as partial:
         for name, content in carried.items():
             (partial / name).write_bytes(content)
-        if config != given:  # or it stays as it is, byte for byte
+        if config != carried_config:  # or it stays as it is, byte for byte
             write_json(partial / CONFIG, config)
         where = {}
         for number, tensors in enumerate(files, 1):

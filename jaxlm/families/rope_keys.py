@@ -48,24 +48,24 @@ def read(
     local = entries.pop("rope_local_base_freq", None)
     context = {"max": values["context_length"], _ORIGINAL: entries.pop(_ORIGINAL, None)}
     if local is not None:
-        given = _by_kind(parameters, kinds, where) if parameters else {}
-        if given is None:
+        scalings = _by_kind(parameters, kinds, where) if parameters else {}
+        if scalings is None:
             raise InputError(f"{where}: rope_parameters must have a table for each of {', '.join(kinds)}")
-        found = {
-            kinds[0]: {**old, **given.get(kinds[0], {}), **scaling},
-            kinds[1]: {**old, "rope_theta": local, **given.get(kinds[1], {})},
+        tables = {
+            kinds[0]: {**old, **scalings.get(kinds[0], {}), **scaling},
+            kinds[1]: {**old, "rope_theta": local, **scalings.get(kinds[1], {})},
         }
     else:
-        given = scaling or parameters
-        by_kind = _by_kind(given, kinds, where) or {}
+        scalings = scaling or parameters
+        by_kind = _by_kind(scalings, kinds, where) or {}
         lost = {key: value for key, value in parameters.items() if scaling and key in _OUTSIDE}
         if any(value != scaling.get(key, old[key]) for key, value in lost.items()):
             raise InputError(
                 f"{where}: rope_scaling goes before rope_parameters, whose {' and '.join(lost)} would be lost; keep "
                 "one of the two"
             )
-        found = {kind: {**old, **(by_kind.get(kind, {}) if by_kind else given)} for kind in kinds}
-    return {kind: _position(parameters, context, where) for kind, parameters in found.items()}
+        tables = {kind: {**old, **(by_kind.get(kind, {}) if by_kind else scalings)} for kind in kinds}
+    return {kind: _position(parameters, context, where) for kind, parameters in tables.items()}
 
 
 def stretched(positions: Iterable[Mapping[str, Any]], context: int) -> int:

@@ -51,7 +51,7 @@ def test_a_copy_of_a_tied_table_is_compared(tmp_path):
 
 
 def test_the_one_file_goes_before_an_index_beside_it(tmp_path):
-    """What save_pretrained leaves where a model was saved in shards before: old weights must not be read."""
+    """A model that was saved in shards before, and then in one file: old weights must not be read."""
     facts, _ = loud.read("llama2")
     new, old = loud.weights(facts, "loud"), loud.weights(facts, "quiet")
     found = directory(tmp_path / "both", facts["config"], new)

@@ -84,6 +84,7 @@ def jaxlm(*arguments, status=0):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_from_its_bucket_with_equal_bits(config, uninterrupted, bucket, machine):
     run = f"{bucket[0]}/runs/a"
     process = runs.start(config, run, before=_PACE)

@@ -1,4 +1,4 @@
-"""The program in README.md runs unchanged, and uses exactly the names of `jaxlm.api`."""
+"""README.md and the program in docs/python.md run unchanged; the program uses exactly the names of `jaxlm.api`."""
 
 import re
 import shlex
@@ -16,7 +16,8 @@ from jaxlm.families.directory import PublishedModel
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.S)
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.S)
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
 
 
 def test_it_uses_the_twelve_names():
@@ -36,6 +37,17 @@ def test_the_first_page_trains_looks_generates_and_compares():
         for asked in (commands[0], commands[3])
     ]
     assert [str(run) for run in commands[4].runs] == trained and str(commands[2].run) == trained[0]
+
+
+def test_it_can_be_read_at_one_go():
+    assert len(README.splitlines()) <= 230
+
+
+def test_its_example_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    meshes.have(monkeypatch, 1)
+    exec(compile(EXAMPLE, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.startswith(", there was a little girl named Lily.")
 
 
 def test_published_weights_go_in_and_come_out_in_three_lines(tmp_path, monkeypatch, capsys):

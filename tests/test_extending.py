@@ -1,4 +1,4 @@
-"""The program in docs/extending.md runs unchanged, and the files that the page names exist."""
+"""The program in docs/extending.md runs unchanged, with the layer of docs/plugins.md, and the named files exist."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from jaxlm.models.config import FEED_FORWARDS
 from jaxlm.models.doors.door import DOORS
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE, PLUGINS = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("extending.md", "plugins.md"))
 
 
 def test_the_program_runs(monkeypatch, capsys):
@@ -26,7 +26,9 @@ def test_the_program_runs(monkeypatch, capsys):
 
 def test_its_examples_are_a_kind_and_a_door(tmp_path, monkeypatch):
     """In one file, which is imported."""
-    (tmp_path / "extending_mine.py").write_text("\n".join(re.findall(r"```py\n(.*?)```", PAGE, re.S)))
+    layer, *_ = re.findall(r"```py\n(.*?)```", PLUGINS, re.S)
+    (door,) = re.findall(r"```py\n(.*?)```", PAGE, re.S)
+    (tmp_path / "extending_mine.py").write_text(layer + door)
     monkeypatch.syspath_prepend(tmp_path)
     mine = importlib.import_module("extending_mine")
     try:

@@ -84,7 +84,7 @@ def test_every_command_stands_on_its_page():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if blocks(name, "toml")])
 def test_its_toml_has_keys_that_exist(name):
-    """Of a configuration; a table of a kind that the page itself adds has keys of its own."""
+    """Check keys of configurations; a table of a kind that the page itself adds has keys of its own."""
     own_kinds = set(re.findall(r'kind: Literal\["(\w+)"\]', read(name)))
     for block in blocks(name, "toml"):
         values = tomllib.loads(block)

@@ -263,21 +263,22 @@ def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout
     Raises InputError where it does not fit the devices or, in training, the model and the batch.
     """
     mesh_layout = experiment.mesh.layout(devices)
-    check_layout(experiment, mesh_layout, kind)
+    check_layout(experiment, mesh_layout, kind, devices)
     return mesh_layout
 
 
-def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -> None:
-    """Raise InputError where a layout does not divide the model or the batch in training, naming the number to change.
+def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", devices: int | None = None) -> None:
+    """Raise InputError where a layout does not divide the model or the batch in training, naming the number to change,
+    or a mesh of so many `devices`.
 
     In inference the heads of queries must divide too; another dimension that the layout does not divide stays whole on
     every device.
     """
     if kind != "train":
-        layout_choice.check_divides(layout, TRAIN, _query_heads(experiment.model))
+        layout_choice.check_divides(layout, TRAIN, _query_heads(experiment.model), devices)
         return
     training = experiment.training
-    check_divides(layout, experiment.model)
+    layout_choice.check_divides(layout, TRAIN, divided_by_mesh(experiment.model), devices)
     over = TRAIN.over("batch")
     rows, parts = training.batch // training.microbatches, layout.over(over)
     if rows % parts:
@@ -514,10 +515,11 @@ def _fill(values: dict[str, Any]) -> set[str]:
                 limits = [limit for limit in longest if isinstance(limit, int)]
                 values[section][name] = min(*limits, DEFAULT_SEQUENCE) if limits else length
                 filled.add(key)
-    if isinstance(training, dict) and isinstance(optimizer, dict):
+    if isinstance(optimizer, dict):
         schedule = optimizer.setdefault("schedule", {})
         # A constant schedule, or one that is not known, does not decay.
-        if isinstance(schedule, dict) and all("decay_steps" in s.model_fields for s in _schedules(schedule)):
+        decays = isinstance(schedule, dict) and all("decay_steps" in s.model_fields for s in _schedules(schedule))
+        if decays and isinstance(training, dict):
             steps = training.get("steps", DEFAULT_STEPS if training.get("epochs") is None else None)
             if "decay_steps" not in schedule and steps is not None:
                 schedule["decay_steps"] = steps

@@ -260,7 +260,7 @@ def compile(
       fit: find the largest microbatch and the cheapest rematerialisation that fit, in place of the experiment's.
       quick: search less for a fast program; for TPUs only.
       say: takes a line before each program that is compiled.
-      warn: takes a line about what is unusual of the mesh.
+      warn: takes a line about what is unusual of the mesh, and about a batch that is padded for it.
 
     Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where the step cannot be
     compiled, or as `plan` does.
@@ -269,7 +269,7 @@ def compile(
 
     from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, with_batch
+    from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, say_batch, with_batch
     from jaxlm.costs.workload import Workload
     from jaxlm.lowering import report, targets
     from jaxlm.lowering.fit import compile_fitting
@@ -280,13 +280,13 @@ def compile(
     target = Target.parse(on)
     if quick and target.chip.kind != "tpu":
         raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
-    experiment = on_mesh(experiment, mesh)
+    given = experiment = on_mesh(experiment, mesh)
     experiment = with_batch(experiment, batch_shards(experiment, target, workload), workload)
     layout = layout_on(experiment, target, workload)
     work = Workload.of(experiment, layout, workload)
     check_cache(experiment, work)
-    if replicated := say_replicated(work):
-        warn(replicated)
+    for remark in filter(None, (say_batch(given, work), say_replicated(work))):
+        warn(remark)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

@@ -54,15 +54,16 @@ def main(arguments: argparse.Namespace) -> int:
     steps.require("plan", arguments)
     experiment, fixed = steps.load(arguments), steps.fixed(arguments)
     from jaxlm.costs.ladder import say_replicated
+    from jaxlm.costs.placement import say_batch
 
     plans, refused = api.plan(experiment, arguments.on, mesh=arguments.mesh, workload=arguments.workload, fixed=fixed)
     if arguments.plot:
         from jaxlm.costs.pictures import draw
 
         draw(plans[0], arguments.plot)
-    for target, why in refused.items():
-        print(f"jaxlm: {target} is left out: {why}", file=sys.stderr)
-    for line in dict.fromkeys(filter(None, (say_replicated(plan.work) for plan in plans))):
+    shown = _shown(plans)
+    remarks = _say_left_out(refused), say_batch(experiment, shown[0].work), say_replicated(*(p.work for p in shown))
+    for line in filter(None, remarks):
         print(f"jaxlm: {line}", file=sys.stderr)
     if len(plans) > 1 or refused:
         _show_many(plans, refused, arguments.json)
@@ -71,6 +72,21 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         _show(plans[0])
     return 0
+
+
+def _shown(plans: list["Plan"]) -> list["Plan"]:
+    """Return the plans that a table shows: all of several chips, and the best meshes of one."""
+    return plans[: _SHOWN if len({str(plan.target) for plan in plans}) == 1 else None]
+
+
+def _say_left_out(refused: dict[str, str]) -> str | None:
+    """Return a line about the chips of the catalog that have no plan."""
+    if not refused:
+        return None
+    targets, (first, *others) = ", ".join(refused), refused.values()
+    if not others:
+        return f"{targets} is left out: {first}"
+    return f"{len(refused)} kinds of chips are left out ({targets}): {first}; --json says why of each"
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -100,7 +116,7 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
         return
     figures = numbers("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok")
     table = TextTable([*names("chips", "mesh", "microbatches", "remat"), *figures], str(plans[0].work))
-    shown = plans[: _SHOWN if len({str(p.target) for p in plans}) == 1 else None]
+    shown = _shown(plans)
     for plan in shown:
         remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
         table.add(

@@ -26,7 +26,8 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
         return line
     causes = [one for one in errors if named(one) not in filled]
     causes = [one for one in causes if one["type"] != "missing" or not _follows(named(one), whole)] or causes
-    first, *others = sorted(causes or errors, key=lambda one: one["type"] != "extra_forbidden")
+    ranks = {"extra_forbidden": 0, "missing": 2}  # what is missing may be in a table that is wrong, and comes last
+    first, *others = sorted(causes or errors, key=lambda one: ranks.get(one["type"], 1))
     key, value = named(first), first.get("input")
     others = [other for other in others if named(other) != key]  # a union reports each of its types
     shown = "" if isinstance(value, dict) else f" = {value!r}"

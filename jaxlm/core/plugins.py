@@ -17,7 +17,7 @@ from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import entry_points
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,7 +182,8 @@ def load_installed() -> list[str]:
                 _installed = None
                 of = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
                 raise InputError(
-                    f"the plug-in {entry.name} of {of} cannot be imported: {_said(error)}; repair or uninstall it"
+                    f"the plug-in {entry.name} of {of} cannot be imported: "
+                    f"{_said(error, _folder_of(entry.module))}; repair or uninstall it"
                 ) from error
             _installed.append(entry.module)
     return _installed
@@ -295,7 +296,8 @@ def _import(source: _Source, digest: str) -> None:
     try:
         importlib.import_module(source.module)
     except Exception as error:
-        raise InputError(f"the plug-in {source.file} cannot be imported: {_said(error)}") from error
+        root = source.file.parent if source.file.name == "__init__.py" else source.file
+        raise InputError(f"the plug-in {source.file} cannot be imported: {_said(error, root)}") from error
     _imported[source.module] = digest
 
 
@@ -304,10 +306,25 @@ def _is_of(file: Path, module: Any) -> bool:
     return str(file) == os.path.realpath(getattr(module, "__file__", None) or "")
 
 
-def _said(error: Exception) -> str:
-    """Return an error of a plug-in and its place in a line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+def _folder_of(module: str) -> Path | None:
+    """Return the folder of the package of an installed module, or its file; None where there is none."""
+    package = module.partition(".")[0]
+    with suppress(ImportError, ValueError):
+        spec = find_spec(package)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+    return None
+
+
+def _said(error: Exception, root: Path | None) -> str:
+    """Return an error of a plug-in in a line, with the last place in its own file, or in its folder, that led to it. A
+    SyntaxError says its place itself."""
+    if root is None or isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith("<")]  # of importlib
+    own = [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(root.resolve())]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
 
 

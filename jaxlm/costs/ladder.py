@@ -79,14 +79,19 @@ def say_counted(counted: Counted) -> str:
     return line
 
 
-def say_replicated(work: Workload) -> str | None:
-    """Return a line that says that several devices compute and keep the same key/value heads, or None if none do."""
-    if not (replicated := replicated_kv_heads(work)):
+def say_replicated(*works: Workload) -> str | None:
+    """Return a line that says that several devices compute and keep the same key/value heads, or None if none do: in
+    one step, or in one on each of several meshes."""
+    replicated = [(work, heads) for work in works if (heads := replicated_kv_heads(work))]
+    if not replicated:
         return None
-    axes, numbers = work.rules.over("act_heads"), " or ".join(map(str, replicated))
+    axes = works[0].rules.over("act_heads")
+    shards = sorted({work.layout.over(axes) for work, _ in replicated})
+    heads = sorted({number for _, numbers in replicated for number in numbers})
+    does = "does" if len(shards) == 1 else "do"
     return (
-        f"{describe_axes(axes)} = {work.layout.over(axes)} does not divide {numbers} key/value heads: several devices "
-        "compute and keep the same ones"
+        f"{describe_axes(axes)} = {' or '.join(map(str, shards))} {does} not divide {' or '.join(map(str, heads))} "
+        "key/value heads: several devices compute and keep the same ones"
     )
 
 

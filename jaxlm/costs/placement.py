@@ -37,7 +37,7 @@ def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
         return is_divided and memory(replace(work, layout=layout)).total <= target.chip.device_capacity()
 
     layout = inference_layout(experiment.mesh, target.devices, work.rules, fits)
-    config.check_layout(experiment, layout, kind)
+    config.check_layout(experiment, layout, kind, target.devices)
     return layout
 
 
@@ -59,6 +59,15 @@ def batch_shards(experiment: Experiment, target: Target, kind: Kind) -> int:
     """Return the number of shards of a batch on these chips. Raises InputError as `layout_on` does."""
     mesh = experiment.mesh.layout(target.devices) if kind == "train" else layout_on(experiment, target, kind)
     return mesh.over(RULES[kind].over("batch"))
+
+
+def say_batch(experiment: Experiment, work: Workload) -> str | None:
+    """Return a line that says that a step has another batch than the experiment, which gives none; None where it has
+    the same."""
+    name = config.SIZE_KEYS[work.kind][0]
+    if work.batch == config.sizes(experiment, work.kind)[0]:
+        return None
+    return f"{name} is not set: {work.batch} sequences, so that the mesh divides them"
 
 
 def with_batch(experiment: Experiment, parts: int, kind: Kind) -> Experiment:

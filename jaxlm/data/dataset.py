@@ -81,10 +81,10 @@ def prepare(
             "a process that reads text was killed, perhaps for lack of memory; restart to resume"
         ) from None
     identity = [tokenizer.to_json()]
-    for name, (source, digest) in splits.items():
+    for found, (name, (source, digest)) in zip(sources, splits.items(), strict=True):
         for side, store in (("training", source.train), ("held-out", source.held_out)):
             if not store.targets:  # a loss over no targets would look perfect
-                raise InputError(f"data.held_out = {data.held_out} leaves no target in the {side} text; give more text")
+                raise InputError(f"{found.described_share} leaves no target in the {side} text; give more text")
         identity += [name, str(source.weight), digest]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Dataset(tokenizer, {name: source for name, (source, _) in splits.items()}, digest)
@@ -249,6 +249,8 @@ class _Cache:
 
     def _index(self, source: Source) -> SourceIndex:
         if source.key not in self._indexes:
+            for remark in source.remarks:
+                self._say(remark)
             log = self._log(source)
             waiting = partial(self._say, f"another jaxlm reads {source.name}; waiting for it")
             with ExitStack() as until:

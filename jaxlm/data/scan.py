@@ -167,8 +167,8 @@ def scan_source(
     for side, size in (("training", train or held_out == 1.0), ("held-out", ends or held_out == 0.0)):
         if not size:
             raise InputError(
-                f"data.held_out = {held_out} leaves no {side} text of the {readable:,} documents of {source.key}; "
-                "give more text or change it"
+                f"{source.described_share} leaves no {side} text of the {readable:,} "
+                f"document{'s' * (readable > 1)} of {source.key}; give more text or change it"
             )
     return SourceIndex(source, tuple(chunks), split, train, ends, skipped)
 

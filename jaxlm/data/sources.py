@@ -41,7 +41,8 @@ class Source(NamedTuple):
     a bucket, a number of its content for the time. `field`:
     the record field that holds the text, or the kind of records that are read whole. `documents`: the number to
     take (None: all). `weight`: its fraction of the rows of a batch. `held_out`: the fraction of its documents that is
-    held out. `validation`: a source that is held out in its place.
+    held out, and `held_out_is_given` where the configuration gives it. `validation`: a source that is held out in its
+    place. `remarks`: lines about what is beside the files and is not read.
     """
 
     name: str
@@ -52,6 +53,15 @@ class Source(NamedTuple):
     weight: float
     held_out: float
     validation: "Source | None" = None
+    held_out_is_given: bool = True
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def described_share(self) -> str:
+        """The key and the value of what is held out, for a message."""
+        if self.held_out_is_given:
+            return f"data.held_out = {self.held_out}"
+        return f"the default of data.held_out, {self.held_out:.2g},"
 
     def described(self) -> dict[str, Any]:
         """Return a JSON value that changes whenever the documents may have changed."""
@@ -77,8 +87,12 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
         name, records = key.split(".")[-2], None if source.kind == "text" else RecordKind(source.kind)
         field, suffixes = (source.field, SUFFIXES) if records is None else (records, RECORDS)
 
-        def files(entries: Iterable[str], key: str, source=source, suffixes=suffixes) -> dict[Path, tuple[int, int]]:
-            return _files(entries, key, source, suffixes, data, say)
+        remarks: list[str] = []
+
+        def files(
+            entries: Iterable[str], key: str, source=source, suffixes=suffixes, remarks=remarks
+        ) -> dict[Path, tuple[int, int]]:
+            return _files(entries, key, source, suffixes, data, say, remarks.append)
 
         validation = None
         if source.validation is not None:
@@ -87,7 +101,13 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
             validation = Source(name, key_of_validation, held_out, field, None, source.weight, 1.0)
         stamped = files(source.entries, key)
         of_its_own = 0.0 if validation else _held_out(data, source, stamped)
-        sources.append(Source(name, key, stamped, field, source.documents, source.weight, of_its_own, validation))
+        sources.append(
+            Source(
+                *(name, key, stamped, field, source.documents, source.weight, of_its_own, validation),
+                held_out_is_given=data.held_out is not None,
+                remarks=tuple(remarks),
+            )
+        )
     return sources
 
 
@@ -108,8 +128,9 @@ def _files(
     suffixes: tuple[str, ...],
     data: DataConfig,
     say: Callable[[str], None],
+    remark: Callable[[str], None],
 ) -> dict[Path, tuple[int, int]]:
-    """Return the files of entries, with their stamps."""
+    """Return the files of entries, with their stamps. `remark` takes a line about what is not read."""
     files: dict[Path, None] = {}
     passed_over: dict[Path, str] = {}
     unread: dict[Path, None] = {}
@@ -129,10 +150,10 @@ def _files(
                 else:
                     unread[path] = None
     if unread:
-        say(f"{key}: {_counted_files(unread)} not read: {_some_names(unread)}; what is read is {', '.join(suffixes)}")
+        remark(f"{key}: {_counted_files(unread)} not read: {_some_names(unread)}; what is read is {', '.join(suffixes)}")
     for folder, entry in passed_over.items():
         if not any(folder in file.parents for file in files):
-            say(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")
+            remark(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")
             break
     return _stamps(_distinct(files))
 

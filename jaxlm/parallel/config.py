@@ -34,15 +34,14 @@ class MeshSection(Section):
             share, over = divmod(devices, layout.size)
             if over or not share:
                 raise InputError(
-                    f"{others} = {layout.size} does not divide the {devices} devices here; "
+                    f"{others} = {layout.size} does not divide {devices} devices; "
                     f"change one of them, or set mesh.{rest[0]}"
                 )
             layout = layout.replace(**{rest[0]: share})
         if layout.size > devices:
             raise InputError(
-                f"the mesh needs {others} = {layout.size} devices and {devices} "
-                f"{'is' if devices == 1 else 'are'} here; "
-                "lower one of them"
+                f"the mesh needs {others} = {layout.size} devices, and there {'is' if devices == 1 else 'are'} "
+                f"{devices}; lower one of them"
             )
         return layout
 

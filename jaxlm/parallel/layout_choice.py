@@ -46,17 +46,28 @@ def divides(layout: Layout, rules: Rules, sizes: Iterable[ModelSize]) -> bool:
     return all(each.size % layout.over(over) == 0 for each in sizes for over in _dividing(rules, each.axis))
 
 
-def check_divides(layout: Layout, rules: Rules, sizes: Iterable[ModelSize]) -> None:
+def check_divides(layout: Layout, rules: Rules, sizes: Sequence[ModelSize], devices: int | None = None) -> None:
     """Raise InputError where a layout does not divide a size of a model that it must divide, naming the number to
-    change."""
+    change, or a mesh of this number of `devices` that does."""
     for each in sizes:
         for over in _dividing(rules, each.axis):
             if each.size % (shards := layout.over(over)):
                 mesh = describe_axes(over)
-                fitting = f"set {mesh} to one of {some_divisors(each.size)}"
+                fitting = None if devices is None else _fitting_mesh(layout, over, rules, sizes, devices)
+                fitting = f"set {fitting or f'{mesh} to one of {some_divisors(each.size)}'}"
                 if each.paddable:
                     fitting += f", or {each.key} to {math.ceil(each.size / shards) * shards}"
                 raise InputError(f"{mesh} = {shards} does not divide {each.key} = {each.size}: {fitting}")
+
+
+def _fitting_mesh(
+    layout: Layout, axes: Iterable[str], rules: Rules, sizes: Sequence[ModelSize], devices: int
+) -> str | None:
+    """Return how to change a layout into one of all devices that divides the sizes, with the most shards over some
+    axes; None where there is none."""
+    fitting = [other for other in factorings(devices, list(Layout())) if divides(other, rules, sizes)]
+    best = max(fitting, key=lambda other: (other.over(axes), -other["tensor"]), default=layout)
+    return " ".join(f"mesh.{axis}={size}" for axis, size in best.items() if size != layout[axis]) or None
 
 
 def layouts(devices: int, rules: Rules, fits: Callable[[Layout], bool] = lambda _: True) -> Iterator[Layout]:

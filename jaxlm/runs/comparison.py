@@ -1,13 +1,15 @@
 """Runs side by side: the keys that differ, and their losses, read from their folders."""
 
+import tomllib
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.config import Experiment, leaves
+from jaxlm.config import SIZE_KEYS, leaves
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
+from jaxlm.core.moved_keys import with_present_keys
 from jaxlm.runs.folder import Run
 from jaxlm.runs.summary import origin_of
 from jaxlm.training.records import JsonLines
@@ -57,33 +59,52 @@ def compare(folders: Sequence[Path], picture: Path | None = None) -> RunComparis
     a picture that cannot be written.
     """
     runs = [Run(folder) for folder in folders]
-    experiments = [run.experiment() for run in runs]
-    curves = [_curves(run, experiment) for run, experiment in zip(runs, experiments, strict=True)]
+    recorded = [_recorded(run) for run in runs]
+    curves = [_curves(run, values) for run, values in zip(runs, recorded, strict=True)]
     if picture is not None:
         _draw(curves, picture)
     return RunComparison(
         [str(run.paths) for run in runs],
         [curve.name for curve in curves if not curve.training and not curve.held_out],
-        _differing([_keys(run, experiment) for run, experiment in zip(runs, experiments, strict=True)]),
+        _differing([_keys(run, values) for run, values in zip(runs, recorded, strict=True)]),
         _losses(curves, lambda run: run.training),
         _losses(curves, lambda run: run.held_out),
     )
 
 
-def _curves(run: Run, experiment: Experiment) -> _Curves:
+def _recorded(run: Run) -> dict[str, Any]:
+    """Return the configuration of a run by dotted key; where it cannot be checked here, as without a plug-in, as it is
+    written. Raises InputError for a folder that is no run, and where the size of a step is not on record."""
+    try:
+        return dict(leaves(run.experiment().model_dump(mode="json", exclude_none=True)))
+    except InputError:
+        if not run.paths.are_of_a_run:
+            raise
+        try:
+            written = tomllib.loads(run.paths.config.read_text(encoding="utf-8"))
+            values = dict(leaves(with_present_keys(written)))
+        except (OSError, ValueError):
+            values = {}
+        if not all(isinstance(values.get(key), int) for key in SIZE_KEYS["train"]):
+            raise
+        return values
+
+
+def _curves(run: Run, recorded: dict[str, Any]) -> _Curves:
     training, held_out = (
         {row["step"]: row["loss"] for row in JsonLines(path).rows() if isinstance(row.get("loss"), float)}
         for path in (run.paths.metrics, run.paths.evaluations)
     )
-    return _Curves(str(run.paths), experiment.training.batch * experiment.training.sequence, training, held_out)
+    batch, sequence = (recorded[key] for key in SIZE_KEYS["train"])
+    return _Curves(str(run.paths), batch * sequence, training, held_out)
 
 
-def _keys(run: Run, experiment: Experiment) -> dict[str, Any]:
+def _keys(run: Run, recorded: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a run, with the model that it began with, whose tokenizer it keeps a copy of."""
-    values = dict(leaves(experiment.model_dump(mode="json", exclude_none=True)))
+    values = dict(recorded)
     if (origin := origin_of(run)) is None:
         return values
-    if values["data.tokenizer"] == with_addresses(run.paths.tokenizer):
+    if values.get("data.tokenizer") == with_addresses(run.paths.tokenizer):
         del values["data.tokenizer"]
     return values | {"--from": origin}
 

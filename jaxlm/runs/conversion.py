@@ -11,8 +11,10 @@ from jaxlm.core import buckets, copies
 from jaxlm.core.addresses import address, with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
-from jaxlm.families import post_processor, tokens
-from jaxlm.families.files import DTYPES, GENERATION, TOKENIZER, TOKENIZER_CONFIG
+from jaxlm.families import hub, post_processor, tokens
+from jaxlm.families.files import (
+    CONFIG, DTYPES, GENERATION, TOKENIZER, TOKENIZER_CONFIG, is_adapter, is_gguf, is_published,
+)  # fmt: skip
 from jaxlm.runs.folder import Run
 from jaxlm.runs.job_folder import write_files
 from jaxlm.runs.published import PublishedSource
@@ -54,6 +56,7 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Imported:
     from jaxlm.parallel.rules import FORWARD
     from jaxlm.training import checkpoints
 
+    _check_published(path)
     published, run = PublishedSource(path), Run(out)
     source, experiment = published.model, published.experiment()
     run.paths.check_name()
@@ -84,6 +87,18 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Imported:
     replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
     copies.push(run.paths.directory, leave_out=written_apart)
     return Imported(source.family.name, parameter_count(source.model), execution.dtype)
+
+
+def _check_published(path: Path) -> None:
+    """Raise InputError where a path is that of a run, or of no model that can be imported."""
+    if hub.is_name(path) or is_gguf(path):
+        return
+    run = Run(path)  # which fetches what is in a bucket
+    if run.paths.are_of_a_run:
+        raise InputError(f"{run} is a run already; use it as it is, or give a Hugging Face directory")
+    if not is_published(path) and not is_adapter(path):
+        why = "is a file" if path.is_file() else f"holds no {CONFIG}" if path.exists() else "is not there"
+        raise InputError(f"{run} {why}; give a Hugging Face directory, hf:ORG/NAME or a GGUF file")
 
 
 def _is_finite(x: "jax.Array") -> "jax.Array":

@@ -1,5 +1,6 @@
 """RUN, the folder of a training run: what it holds, and which job has it."""
 
+import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxlm.data import tokenizers
 from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import tokens
+from jaxlm.families.files import CONFIG as PUBLISHED
 from jaxlm.families.files import is_published
 from jaxlm.training import manifests
 from jaxlm.training import origin as origins
@@ -41,8 +43,21 @@ class Run:
     def experiment(self) -> Experiment:
         """Return the resolved configuration. Raises InputError where this is no run."""
         if not self.paths.config.is_file():
-            raise InputError(f"{self.paths} is no run: it holds no {self.paths.config.name}; jaxlm train makes one")
+            raise self._is_none()
         return config.load(self.paths.directory)
+
+    def _is_none(self) -> InputError:
+        """Return the error for a path at which there is no run, with the nearest one beside it."""
+        paths, directory = self.paths, self.paths.directory
+        if directory.is_file():
+            return InputError(f"{paths} is a file and no run; give a run, a Hugging Face directory or hf:ORG/NAME")
+        if directory.exists():
+            return InputError(
+                f"{paths} is no run: it holds no {paths.config.name}, nor the {PUBLISHED} of a Hugging Face directory; "
+                "jaxlm train makes one"
+            )
+        near = _nearest_run(directory)
+        return InputError(f"there is no run {paths}; {f'did you mean {near}?' if near else 'jaxlm train makes one'}")
 
     def digest(self) -> str:
         """Return the identity of the data that it was begun with. Raises InputError where that is not recorded."""
@@ -140,6 +155,18 @@ class Run:
 
     def _taken(self) -> InputError:
         return InputError(f"another jaxlm train is at work in {self.paths}; wait for its end, or choose another --out")
+
+
+def _nearest_run(missing: Path) -> Path | None:
+    """Return the run beside a path at which there is none whose name is the nearest: first of those that begin with
+    it, as of one with overrides."""
+    try:
+        runs = sorted(path.name for path in missing.parent.iterdir() if RunPaths(path).are_of_a_run)
+    except OSError:
+        return None
+    longer = [name for name in runs if name.startswith(f"{missing.name},")]
+    near = longer[:1] or difflib.get_close_matches(missing.name, runs, 1)
+    return missing.parent / near[0] if near else None
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, file: Path) -> None:

@@ -1,8 +1,9 @@
 """RUN as the job that trains in it: whether the job may, and what it writes there."""
 
 import json
+import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxlm import config
@@ -21,6 +22,8 @@ from jaxlm.training.records import JsonLines
 
 _OTHER_OUT = "choose another --out"
 _CONTINUE = "--continue-with-changes"
+_WAYS_OUT = f"{_OTHER_OUT}, or go on in this one with {_CONTINUE}"
+_DECAY_STEPS = "optimizer.schedule.decay_steps"
 
 
 class JobFolder(Run):
@@ -64,7 +67,9 @@ class JobFolder(Run):
                 raise InputError(f"{self.trained_with(refused)}, which its checkpoints are bound to; {_OTHER_OUT}")
             others = [change for change in changed if not is_free(change.key) and not is_by_content(change.key)]
             if others and not continue_with_changes:
-                raise InputError(f"{self.trained_with(others)}; {_ways_out(others)}")
+                if [change.key for change in others] == [_DECAY_STEPS] and _ends_with_steps(before, experiment):
+                    raise self._other_end(before, experiment)
+                raise InputError(f"{self.trained_with(others)}; {_WAYS_OUT}")
             return changed
         try:
             # What a start leaves that was cut short.
@@ -78,6 +83,15 @@ class JobFolder(Run):
         if not usable:
             raise InputError(f"{self.paths} is there and is no run, or cannot be made; {_OTHER_OUT}")
         return []
+
+    def _other_end(self, before: Experiment, now: Experiment) -> InputError:
+        """Return the error for other steps under a schedule that ends with them, with what goes on with that."""
+        resume = f"jaxlm train {shlex.quote(str(self.paths))}"
+        return InputError(
+            f"the schedule of {self.paths} ends at step {before.training.steps}, and {_DECAY_STEPS} follows from "
+            f"training.steps, which is {now.training.steps} now: `{resume} training.steps={now.training.steps}` keeps "
+            f"the schedule, {_CONTINUE} lets it end at step {now.training.steps}; or {_OTHER_OUT}"
+        )
 
     def _check_origin(self, given: Origin | None) -> None:
         begun = self.begun_from
@@ -145,7 +159,7 @@ class JobFolder(Run):
         if not continue_with_changes:
             changed = [c for c in changed_keys(self.experiment(), experiment) if is_by_content(c.key)]
             other = f"{self.paths} was trained with other text, sources or tokenizer than [data] gives now"
-            raise InputError(f"{self.trained_with(changed) if changed else other}; {_ways_out(changed)}")
+            raise InputError(f"{self.trained_with(changed) if changed else other}; {_WAYS_OUT}")
         if self.paths.tokenizer.is_file() and self.load_tokenizer().to_json() != dataset.tokenizer.to_json():
             raise InputError(
                 f"{self.paths} was trained with another tokenizer; set data.tokenizer={self.paths.tokenizer}, or "
@@ -196,8 +210,8 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
             (partial / name).write_bytes(content)
 
 
-def _ways_out(changed: Iterable[Change]) -> str:
-    """Return how to go on where a run would become another one."""
-    kept = [change for change in changed if change.key == "optimizer.schedule.decay_steps"]
-    schedule = f"keep its schedule with {kept[0].key}={kept[0].before}, " if kept and kept[0].before else ""
-    return f"{schedule}{_OTHER_OUT}, or go on in this one with {_CONTINUE}"
+def _ends_with_steps(*experiments: Experiment) -> bool:
+    """Return whether the schedule of each experiment ends with its last step, as where no end is given."""
+    return all(
+        getattr(each.optimizer.schedule, "decay_steps", None) == each.training.steps is not None for each in experiments
+    )

@@ -88,7 +88,7 @@ def test_all_changed_keys_are_named(begun):
 
 
 def test_more_steps_under_a_schedule_that_ends_with_them_are_another_run(tmp_path):
-    """The message says how to keep the schedule."""
+    """The message gives a command that keeps the schedule in the same folder."""
     file = tmp_path / "x.toml"
     resolved = tomllib.loads(write_config(tmp_path).read_text())
     del resolved["optimizer"]["schedule"]["decay_steps"]
@@ -98,9 +98,16 @@ def test_more_steps_under_a_schedule_that_ends_with_them_are_another_run(tmp_pat
     more = "training.steps=80"
     with pytest.raises(InputError) as refused:
         run.check(config.load(file, [more]))
-    kept = "optimizer.schedule.decay_steps=40"
-    assert f"keep its schedule with {kept}, choose another --out" in str(refused.value)
-    run.check(config.load(file, [more, kept]))
+    assert str(refused.value) == (
+        f"the schedule of {run} ends at step 40, and optimizer.schedule.decay_steps follows from training.steps, which "
+        f"is 80 now: `jaxlm train {run} {more}` keeps the schedule, --continue-with-changes lets it end at step 80; or "
+        "choose another --out"
+    )
+    again = config.load(run.paths.directory, [more])
+    run.check(again)
+    assert again.optimizer.schedule.decay_steps == 40
+    assert config.default_run(run.paths.directory, [more], again) == run.paths.directory
+    run.check(config.load(file, [more]), continue_with_changes=True)
 
 
 def test_only_listed_keys_are_free():

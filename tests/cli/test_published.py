@@ -225,7 +225,7 @@ def test_a_run_begins_with_published_weights_and_gives_them_back_trained(chatty,
     recorded, away = runs.rows(out), chatty.rename(tmp_path / "away")
     said("train", out)
     killed = shutil.copytree(out, tmp_path / "killed", ignore=shutil.ignore_patterns("checkpoints", "*.jsonl"))
-    why = f"jaxlm: {killed} has no checkpoint yet and begins with {chatty}: {chatty} is no run: it holds no config.toml"
+    why = f"jaxlm: {killed} has no checkpoint yet and begins with {chatty}: there is no run {chatty}; "
     assert said("train", killed, status=2).startswith(why)
     away.rename(chatty)
     said(*command)

@@ -30,11 +30,12 @@ def test_the_mesh_factors_the_devices(mesh, devices, sizes):
 @pytest.mark.parametrize(
     ("overrides", "devices", "says"),
     [
-        (["mesh.tensor=8"], 12, ["mesh.data × mesh.tensor = 8 does not divide the 12 devices"]),
+        (["mesh.tensor=8"], 12, ["mesh.data × mesh.tensor = 8 does not divide 12 devices"]),
         (["mesh.data=2", "mesh.tensor=4"], 4, ["mesh.data × mesh.tensor = 8", "4 devices", "mesh.fsdp"]),
-        (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices and 8 are here"]),
-        (["mesh.fsdp=2"], 1, ["2 devices and 1 is here"]),
-        ([], 3, ["mesh.fsdp = 3 does not divide model.d_model = 256"]),
+        (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices, and there are 8; lower"]),
+        (["mesh.fsdp=2"], 1, ["2 devices, and there is 1; lower"]),
+        ([], 3, ["mesh.fsdp = 3 does not divide model.d_model = 256: set mesh.data=3 mesh.fsdp=1"]),
+        ([], 6, ["mesh.fsdp = 6 does not divide model.d_model = 256: set mesh.data=3 mesh.fsdp=2"]),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):

@@ -90,7 +90,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("execution.remat=some", ["execution.remat", "some", "none", "full", "query"]),
         ("execution.remat=['query', 'norm']", ["execution.remat", "norm", "attention"]),
         ("execution.remat=['up', 'gate']", ["execution.remat keeps gate,", "query, key, value, attention, up"]),
-        ("training=5", ["training must be a section", "[training]"]),
+        ("training=5", [": training must be a section, [training]"]),
         ("model=5", ["model must be a section", "[model]"]),
         ("optimizer.schedule=5", ["optimizer.schedule must be a section"]),
         ("model.norm=rms", ["model.norm must be a section"]),

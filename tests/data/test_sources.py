@@ -24,7 +24,8 @@ def write(path: Path, content: str | bytes = "text") -> Path:
 
 
 def find_files(text: list[str], said: list[str] | None = None) -> list[Path]:
-    (source,) = find_sources(DataConfig(text=text), (said if said is not None else []).append)
+    (source,) = find_sources(DataConfig(text=text), print)
+    (said if said is not None else []).extend(source.remarks)
     return list(source.files)
 
 
@@ -312,5 +313,8 @@ def test_a_side_without_text_is_refused(documents, held_out, side, tmp_path):
     for number, text in enumerate(documents):
         write(tmp_path / f"{number}.txt", text)
     (source,) = find_sources(DataConfig(text=str(tmp_path)), lambda line: None)
-    with pytest.raises(InputError, match=f"data.held_out = .* no {side} text"):
-        scan_source(source._replace(held_out=held_out), 0.0, lambda line: None, lambda *_: None)
+    count = f"the {len(documents)} document{'s' if len(documents) > 1 else ''} of data.text; give more"
+    for given, said in ((True, "data.held_out = .*"), (False, "the default of data.held_out, .*,")):
+        refused = source._replace(held_out=held_out, held_out_is_given=given)
+        with pytest.raises(InputError, match=f"{said} leaves no {side} text of {count}"):
+            scan_source(refused, 0.0, lambda line: None, lambda *_: None)

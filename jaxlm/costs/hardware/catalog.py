@@ -62,9 +62,12 @@ def _chip(id: str, figures: Mapping[str, Any], file: str) -> Chip:
     try:
         return Chip(id=id, **figures)
     except ValidationError as error:
-        first = error.errors()[0]
+        unknown = [each for each in error.errors() if each["type"] == "extra_forbidden"]
+        first = (unknown or error.errors())[0]
         key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{file}, [{id}]{key and f' {key}'}: {first['msg'].lower()}") from None
+        near = difflib.get_close_matches(key, Chip.model_fields, 1) if unknown else []
+        said = f"unknown key{f'; did you mean {near[0]}?' if near else ''}" if unknown else first["msg"].lower()
+        raise InputError(f"{file}, [{id}]{key and f' {key}'}: {said}") from None
 
 
 def find(id: str) -> Chip:
@@ -75,7 +78,9 @@ def find(id: str) -> Chip:
         return calibration.load()
     names = {alias: chip for chip in catalog().values() for alias in (chip.id, *chip.aliases)}
     if name not in names:
-        near = difflib.get_close_matches(name, [*catalog(), HOST], 1, cutoff=0.5)
+        known = [*catalog(), HOST]
+        near = [other for other in catalog() if other[:1] == name[:1]]  # of the same letter before others
+        near = difflib.get_close_matches(name, near, 1, 0.4) or difflib.get_close_matches(name, known, 1, 0.5)
         near = near or [other for other in names if id and name in other][:1]
         raise InputError(
             f"there is no chip {id!r}; " + (f"did you mean {near[0]}?" if near else "jaxlm hardware lists them")

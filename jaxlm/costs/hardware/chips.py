@@ -176,8 +176,10 @@ class Chip(Section):
         run_as = self.float32_as or name if name == "float32" else name
         if run_as not in self.peak_flops:
             has = ", ".join(self.peak_flops)
+            remedy = "; set execution.dtype=bfloat16" if "bfloat16" in self.peak_flops and name == "float32" else ""
             raise InputError(
-                f"{self.id} has no published peak for {name}; " + (f"it has {has}" if has else "it has none at all")
+                f"{self.id} has no published peak for {name}; "
+                + (f"it has {has}{remedy}" if has else "it has none at all")
             )
         return self.peak_flops[run_as]
 

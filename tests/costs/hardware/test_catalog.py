@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
-from jaxlm.costs.hardware.catalog import catalog, find
+from jaxlm.costs.hardware.catalog import catalog, find, register
 from jaxlm.costs.hardware.chips import DTYPES, Chip, Link, canonical_dtype
 from jaxlm.costs.hardware.target import Target, of_devices
 
@@ -163,7 +163,16 @@ def test_unknown_keys_and_changes_are_refused():
         chip.watts = 1.0
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("h100-pcie", "h100-sxm5"), ("tpu-v5", "tpu-v5"), ("B201", "b200-hgx")])
+def test_a_misspelt_key_of_a_registered_chip_names_the_nearest():
+    figures = find("tpu-v5e").model_dump(exclude={"id"})
+    line = refusal(register, "mine", {**figures, "memory_byte": 1})
+    assert line == "a registered chip, [mine] memory_byte: unknown key; did you mean memory_bytes?"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("h100-pcie", "h100-sxm5"), ("tpu-v5", "tpu-v5"), ("B201", "b200-hgx"), ("h300", "h200-sxm"), ("hots", "host")],
+)
 def test_a_wrong_id_names_the_nearest(wrong, near):
     assert f"did you mean {near}" in refusal(find, wrong)
 

@@ -150,7 +150,9 @@ def _files(
                 else:
                     unread[path] = None
     if unread:
-        remark(f"{key}: {_counted_files(unread)} not read: {_some_names(unread)}; what is read is {', '.join(suffixes)}")
+        remark(
+            f"{key}: {_counted_files(unread)} not read: {_some_names(unread)}; what is read is {', '.join(suffixes)}"
+        )
     for folder, entry in passed_over.items():
         if not any(folder in file.parents for file in files):
             remark(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.schema import merged
+from jaxlm.core.schema import Change, Section, changes, kind_of, merged, shown
 from jaxlm.families import inert, quantized
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
@@ -15,6 +15,7 @@ from jaxlm.families.layer_kinds import LayerKinds
 from jaxlm.models.config import BlockConfig, ModelConfig
 
 _GATED = {"swiglu": "silu"}  # of activations that are named with their gate
+_NAMED = 3  # keys in which a model differs from the nearest family, at most
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -109,13 +110,31 @@ def config_of(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def family_of(model: ModelConfig) -> Family:
     """Return the family that a model can be published in, the plainest of several. Raises InputError for none."""
+    unlike: dict[str, list[Change]] = {}
     for family in families().values():
         try:
-            if _alike(model_of(config_of(model, family), family.name), model):
-                return family
+            published = model_of(config_of(model, family), family.name)
         except (InputError, AttributeError):
             continue
-    raise InputError(f"this [model] is none of {', '.join(families())}, and cannot be exported")
+        if _alike(published, model):
+            return family
+        unlike[family.name] = list(changes(published.model_dump(mode="json"), model.model_dump(mode="json")))
+    raise InputError(
+        f"this [model] is none of {', '.join(families())}, and cannot be exported{_why_of_none(model, unlike)}"
+    )
+
+
+def _why_of_none(model: ModelConfig, unlike: Mapping[str, list[Change]]) -> str:
+    """Return the kind of a part of a plug-in, which no family has, or else the keys in which a model differs from the
+    nearest family; nothing where they are many."""
+    for name, part in model:
+        if isinstance(part, Section) and not type(part).__module__.startswith("jaxlm."):
+            return f": model.{name}.kind = {kind_of(type(part))!r} is in none"
+    nearest = min(unlike, key=lambda family: len(unlike[family]), default=None)
+    if nearest is None or len(unlike[nearest]) > _NAMED:
+        return ""
+    keys = (f"model.{key} = {shown(now)} and not {shown(published)}" for key, published, now in unlike[nearest])
+    return f": it differs from the nearest, {nearest}, in {', '.join(keys)}"
 
 
 def _alike(one: ModelConfig, other: ModelConfig) -> bool:

@@ -13,8 +13,15 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
 from jaxlm.families import hub, post_processor, tokens
 from jaxlm.families.files import (
-    CONFIG, DTYPES, GENERATION, TOKENIZER, TOKENIZER_CONFIG, is_adapter, is_gguf, is_published,
-)  # fmt: skip
+    CONFIG,
+    DTYPES,
+    GENERATION,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    is_adapter,
+    is_gguf,
+    is_published,
+)
 from jaxlm.runs.folder import Run
 from jaxlm.runs.job_folder import write_files
 from jaxlm.runs.published import PublishedSource

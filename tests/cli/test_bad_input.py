@@ -231,7 +231,18 @@ FOLDERS = {
     "generation from no average": ("generate run --prompt a --ema", ["run keeps no average", "--ema"]),
     "run that is missing": ("eval nowhere", ["nowhere", "no run", "jaxlm train"]),
     "run that is a file": ("eval text.txt", ["text.txt", "no run"]),
-    "run that is another's folder": ("eval foreign", ["foreign", "no run"]),
+    "run that is another's folder": ("eval foreign", ["foreign", "no run", "config.json of a Hugging Face directory"]),
+    "start from a file": (
+        "train good.toml --from good.toml",
+        ["good.toml is a file and no run; give a run, a Hugging"],
+    ),
+    "import of a folder of text": (
+        "import foreign new",
+        ["foreign holds no config.json; give a Hugging Face directory"],
+    ),
+    "import of a file": ("import text.txt new", ["text.txt is a file; give a Hugging Face directory, hf:ORG/NAME or"]),
+    "import of what is not there": ("import nowhere new", ["nowhere is not there; give a Hugging Face directory"]),
+    "import of a run": ("import run new", ["run is a run already; use it as it is, or give a Hugging Face directory"]),
     "run with another's config": ("eval other_config", ["other_config/config.toml"]),
     "run with another architecture": (
         "eval run model.num_layers=3",

@@ -192,6 +192,15 @@ def test_every_chip_is_ranked_at_one_batch(capsys):
     assert rates == sorted(rates, reverse=True)
 
 
+def test_what_holds_for_many_meshes_is_one_line(capsys):
+    arguments = [str(MODELS / "llama3.1-8b.toml"), "--on", "h200-sxm:48", "--mesh", "auto"]
+    assert main(["plan", *arguments, "training.sequence=512"]) == 0
+    padded, *rest = capsys.readouterr().err.splitlines()
+    assert padded == "jaxlm: training.batch is not set: 48 sequences, so that the mesh divides them" and len(rest) <= 1
+    assert main(["plan", *arguments, "training.batch=96", "training.sequence=512"]) == 0
+    assert "is not set" not in capsys.readouterr().err
+
+
 def test_chips_that_are_not_ranked_are_named_with_why(capsys):
     arguments = (str(MODELS / "llama3.1-8b.toml"), "--on", "all:8", "training.sequence=4096", "optimizer.kind=muon")
     assert main(["plan", *arguments, "--json"]) == 0
@@ -206,7 +215,8 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
     assert not why.keys() & {one["target"] for one in row["rows"]}
     targets = ", ".join(why)
     assert errors.splitlines() == [
-        f"jaxlm: {len(why)} kinds of chips are left out ({targets}): {next(iter(why.values()))}; --json says why of each"
+        f"jaxlm: {len(why)} kinds of chips are left out ({targets}): {next(iter(why.values()))}; "
+        "--json says why of each"
     ]
 
 

@@ -137,7 +137,10 @@ def test_what_cannot_be_compared_is_one_line(make, tmp_path, capsys):
         ([run], "compare takes 2 to 26 runs, not 1"),
         ([run, tmp_path], "is no run: it holds no config.toml, nor the config.json of a Hugging Face directory"),
         ([run, tmp_path / "b"], f"there is no run {tmp_path / 'b'}; jaxlm train makes one"),
-        ([run, tmp_path / "quick"], f"there is no run {tmp_path / 'quick'}; did you mean {tmp_path / 'quick,steps=9'}?"),
+        (
+            [run, tmp_path / "quick"],
+            f"there is no run {tmp_path / 'quick'}; did you mean {tmp_path / 'quick,steps=9'}?",
+        ),
         ([run, run / "config.toml"], "config.toml is a file and no run; give a run, a Hugging Face directory or hf:"),
         ([run, run, "--png", tmp_path], "cannot be written: Is a directory"),
     ):

@@ -204,6 +204,12 @@ def test_missing_keys_are_named_beside_unknown_and_wrong_ones(tmp_path):
     assert "(and 1 more)" in said
 
 
+def test_a_wrong_table_is_named_before_missing_keys(tmp_path):
+    said = refusal(path=write(tmp_path / "mine.toml", "training = 3\n"))
+    assert ": training must be a section, [training] (missing too: model.vocab_size, " in said
+    assert "schedule" not in said
+
+
 def test_the_number_of_further_errors_is_said():
     assert "(and 1 more)" in refusal("training.batch=0", "training.seed=-1")
 

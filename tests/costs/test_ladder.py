@@ -12,7 +12,7 @@ from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.ladder import Counted, counted, gap, ladder, say_counted
+from jaxlm.costs.ladder import Counted, counted, gap, ladder, say_counted, say_replicated
 from jaxlm.costs.plan import plan
 
 WORK = workload("train", model_fixtures.model(), 8, 32, "float32", remat="full", kernels="xla")
@@ -112,3 +112,10 @@ def test_other_programs_are_named_where_they_explain_a_slow_step(on_this_machine
         assert last == f"a step took 2.00 times the counted upper bound{said}"
     show(ladder(on_this_machine, metrics((on_this_machine.time.lower_bound + upper) / 2)))
     assert "times the" not in capsys.readouterr().err
+
+
+def test_key_value_heads_on_several_meshes_are_said_in_one_line():
+    works = [changed(WORK, layout=meshes.layout(tensor=tensor)) for tensor in (1, 16, 16, 32)]
+    (heads,) = {block.attention.num_kv_heads for block in WORK.model.layers}
+    assert say_replicated(*works[:1]) is None
+    assert say_replicated(*works).startswith(f"mesh.tensor = 16 or 32 do not divide {heads} key/value heads: several")

@@ -9,6 +9,7 @@ import pytest
 from jaxlm.core.errors import InputError
 from jaxlm.data import sources
 from jaxlm.data.config import DataConfig
+from jaxlm.data.dataset import prepare
 from jaxlm.data.formats import Broken, cut
 from jaxlm.data.formats import read as read_part
 from jaxlm.data.scan import Split, scan_source
@@ -117,6 +118,16 @@ def test_files_of_a_folder_that_are_not_read_are_named(tree, entry):
     assert ".txt" in line and "\n" not in line
     find_files([str(tree / "a.md"), str(tree / "deep" / "er")], said)
     assert len(said) == 1
+
+
+def test_what_is_not_read_is_said_when_text_is_first_read(tree, tmp_path):
+    said: list[str] = []
+    for number in range(40):
+        write(tree / f"{number}.txt", f"document {number}")
+    data = DataConfig(text=str(tree), tokenizer="bytes", held_out=0.4, cache=str(tmp_path / "cache"))
+    for times in (1, 1):
+        prepare(data, 257, said.append)
+        assert len([line for line in said if "not read" in line]) == times
 
 
 def test_a_folder_without_text_says_what_is_there(tmp_path):

@@ -235,7 +235,8 @@ def test_what_jaxlm_does_not_know_is_refused(base, keys, message):
 
 def test_a_model_of_no_family_is_refused():
     model = read().model_copy(update={"logit_soft_cap": 5.0})
-    with pytest.raises(InputError, match=r"this \[model\] is none of .*llama.* and cannot be exported"):
+    why = ": it differs from the nearest, llama, in model.logit_soft_cap = 5.0 and not none"
+    with pytest.raises(InputError, match=rf"this \[model\] is none of .*llama.* and cannot be exported{why}$"):
         family_of(model)
 
 

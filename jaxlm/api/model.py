@@ -140,9 +140,8 @@ class LoadedModel:
             from jaxlm.data.named_templates import NAMES
 
             raise InputError(
-                f"{self.source} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give it a "
-                "text to continue, without --chat, or --chat-template FILE, or one by name that it was trained with: "
-                f"{', '.join(NAMES)}"
+                f"{self.source} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give the one "
+                f"that it was trained with by --chat-template, a file or {', '.join(NAMES)}, or leave out --chat"
             )
         return template
 

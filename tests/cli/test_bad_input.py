@@ -295,9 +295,9 @@ GENERATION = {
     "temperature too high": ("generate run --prompt a --temperature 1e300", ["--temperature 1e+300", "to 1e+06"]),
     "seed too large": (
         f"generate run --prompt a --seed {'9' * 20}",
-        ["--seed 99999999999999999999", "0 to 4294967295"],
+        ["--seed 99999999999999999999", "to 9223372036854775807"],
     ),
-    "negative seed": ("generate run --prompt a --seed -1", ["--seed -1", "from 0"]),
+    "seed too small": (f"generate run --prompt a --seed -{'9' * 20}", ["--seed -99999999999999999999", "from -9223"]),
     "no tokens": ("generate run --prompt a --max-tokens 0", ["--max-tokens 0", "1 or more"]),
     "fewer tokens than none": ("generate run --prompt a --max-tokens -1", ["--max-tokens -1", "1 or more"]),
     "more tokens than the context": (

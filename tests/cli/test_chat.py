@@ -208,8 +208,9 @@ def test_variables_of_the_template_are_those_that_it_reads(model, answering, cap
 def test_a_model_without_a_chat_template_is_one_line(capsys):
     error = said(capsys, PUBLISHED, status=2).err
     assert error == (
-        f"jaxlm: {PUBLISHED} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give it a "
-        "text to continue, without --chat\n"
+        f"jaxlm: {PUBLISHED} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give the one "
+        "that it was trained with by --chat-template, a file or chatml, gemma, llama3, mistral, qwen3, or leave out "
+        "--chat\n"
     )
     assert main(["generate", str(PUBLISHED), "--system", "S", "--prompt", "Hi"]) == 2
     assert capsys.readouterr().err == "jaxlm: --system is of a conversation: add --chat\n"

@@ -141,7 +141,7 @@ def test_arrays_keep_their_dtypes_on_devices_that_do_not_divide_them(tmp_path, m
 def test_an_import_is_listed_and_has_no_loss_to_compare(folder, tmp_path, capsys):
     shutil.copytree(folder / "imported", tmp_path / "imported")
     assert main(["runs", str(tmp_path)]) == 0
-    assert "imported imported llama 0/– – –" in " ".join(capsys.readouterr().out.split())
+    assert "imported imported llama 0/– 0 – –" in " ".join(capsys.readouterr().out.split())
     assert main(["runs", str(tmp_path), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["state"], run["family"], run["step"], run["steps"]) == ("imported", "llama", 0, None)

@@ -159,5 +159,5 @@ def test_tensorboard_is_installed_by_what_the_docs_tell():
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = (root / "docs" / "training.md").read_text(encoding="utf-8")
-    (extra,) = re.findall(r"tensorboard --logdir runs`[^)]*`pip install '\.\[([\w-]+)\]'`", text)
+    (extra,) = re.findall(r"tensorboard --logdir runs`[^|]*`pip install (?:-e )?'\.\[([\w-]+)\]'`", text)
     assert any(package.startswith("tensorboard>") for package in extras[extra])

@@ -147,7 +147,7 @@ def test_an_import_is_listed_and_has_no_loss_to_compare(folder, tmp_path, capsys
     assert (run["state"], run["family"], run["step"], run["steps"]) == ("imported", "llama", 0, None)
     assert main(["compare", str(tmp_path / "imported"), str(folder / "imported")]) == 0
     said = capsys.readouterr().out
-    assert said.endswith(f"none is on record of {tmp_path / 'imported'}, {folder / 'imported'}\n")
+    assert said.endswith(f"{tmp_path / 'imported'}, {folder / 'imported'} have none on record\n")
 
 
 @pytest.fixture(scope="module")

@@ -307,13 +307,13 @@ def test_what_could_not_be_read_is_read_again(describe, tmp_path, in_chunks, tal
     """A read error may pass without changing the size or time of the file."""
     allowed: list[bool] = []
 
-    def refuse(path, *arguments):
+    def refuse(path):
         if str(path).endswith("b.jsonl") and not allowed:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return open(path, *arguments)
+        return open(path, "rb")
 
     write(tmp_path / "b.jsonl", TEXTS[:100])
-    monkeypatch.setattr(formats, "open", refuse, raising=False)
+    monkeypatch.setattr(formats.buckets, "open_binary", refuse)
     with pytest.raises(InputError, match="cannot be read"):
         prepare(describe(text=str(tmp_path / "*.jsonl")), VOCABULARY)
     before = len(tallied)

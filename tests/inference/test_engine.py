@@ -158,9 +158,9 @@ def test_scores_are_log_probabilities_of_the_prompt(engine):
             found = np.zeros((3, len(after)))
             for event in engine.run():
                 if event.scores is not None:
-                    first, *scored = event.scores
-                    assert first >= scores_from and len({len(each) for each in scored}) == 1
-                    found[:, first : first + len(scored[0])] = scored
+                    first, logprob, rank, top, top_logprob = event.scores
+                    assert first >= scores_from and rank is None and top.shape == top_logprob.shape == (len(logprob), 1)
+                    found[:, first : first + len(logprob)] = logprob, top[:, 0], top_logprob[:, 0]
             logits = whole[: len(after)]
             expected, likeliest = np.asarray(jax.nn.log_softmax(logits, axis=-1)), logits.argmax(axis=-1)
             rows = np.arange(scores_from, len(after))
@@ -219,8 +219,8 @@ def test_each_option_is_the_request_s_own(engine):
     ]
     same, repeated, penalised, biased, told = drawn(*asked)
     assert same == without and [token for token, *_ in told] == [token for token, *_ in without]
-    assert all(logprob is None and top == () for _, logprob, top in without)
-    assert all(top[0] == (token, pytest.approx(logprob)) and len(top) == 2 for token, logprob, top in told)
+    assert all(drawn.logprob is None and drawn.top == () for drawn in without)
+    assert all(drawn.top[0] == (drawn.id, pytest.approx(drawn.logprob)) and len(drawn.top) == 2 for drawn in told)
     assert often not in [token for token, *_ in biased]
     new = [token for token, *_ in repeated]
     assert len({*new}) == len(new) and not {*new} & {*base.prompt}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _HEAD = """# Every key of a configuration file
 
-Made by `jaxlm config --markdown`. A table stands once for each `kind` that selects its keys. Any key can be set from
+Made by `jaxlm config --markdown`. A table stands once for each `kind` that selects its keys, the default one first. Any key can be set from
 the command line too, as in `jaxlm train CONFIG training.batch=32`.
 """
 
@@ -144,6 +144,8 @@ def _markdown(key_tables: "list[KeyTable]") -> Iterator[str]:
     for table in key_tables:
         yield f"## {_title(table)}\n\n{table.about}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |"
         for key in table.keys:
+            if key.key.endswith(".kind") and "kind =" in _title(table):  # which the title has
+                continue
             cells = (f"`{key.key.rpartition('.')[2]}`", key.type, key.default, key.meaning)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
         yield ""

@@ -239,7 +239,8 @@ class BlockConfig(Section):
 class PatternEntryConfig(Section):
     """Layers of a pattern, one after another. Its other keys are a patch of a block's keys.
 
-    The patch is merged into the keys of the model's block, as a file into its `model.base`.
+    The patch is merged into the keys of the model's block, as a file into its `model.base`. Gemma 3 has two entries:
+    `name = "local", layers = 5, attention = { window = 512 }`, and `name = "global"`.
     """
 
     model_config = ConfigDict(extra="allow")

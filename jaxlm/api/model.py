@@ -140,8 +140,8 @@ class LoadedModel:
             from jaxlm.data.named_templates import NAMES
 
             raise InputError(
-                f"{self.source} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give the one "
-                f"that it was trained with by --chat-template, a file or {', '.join(NAMES)}, or leave out --chat"
+                f"{self.source} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give the "
+                f"one that it was trained with by --chat-template, a file or {', '.join(NAMES)}, or leave out --chat"
             )
         return template
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _HEAD = """# Every key of a configuration file
 
-Made by `jaxlm config --markdown`. A table stands once for each `kind` that selects its keys, the default one first. Any key can be set from
-the command line too, as in `jaxlm train CONFIG training.batch=32`.
+Made by `jaxlm config --markdown`. A table stands once for each `kind` that selects its keys, the default one first.
+Any key can be set from the command line too, as in `jaxlm train CONFIG training.batch=32`.
 """
 
 

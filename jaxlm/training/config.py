@@ -103,7 +103,7 @@ class ConstantScheduleConfig(ScheduleConfig):
 
 
 class ParameterGroupConfig(Section):
-    """Settings of a group of parameters: `pattern = "embedding"` with `learning_rate_scale = 0.0` freezes embeddings."""
+    """Settings of a group of parameters: `pattern = "embedding"` with `learning_rate_scale = 0.0` freezes them."""
 
     pattern: str
     """Selects the parameters whose path, such as "layers/attention/query", matches it; `*` matches any characters, `/`

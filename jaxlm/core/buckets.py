@@ -136,8 +136,11 @@ def sizes(files: Iterable[Path]) -> dict[Path, int | None]:
     there = statuses(url for file in files if (url := address(file)) is not None)
 
     def size(file: Path) -> int | None:
+        if (url := address(file)) is not None:
+            status_there = there[url]
+            return None if status_there is None else status_there.size
         try:
-            return file.stat().st_size if (url := address(file)) is None else there[url] and there[url].size
+            return file.stat().st_size
         except OSError:
             return None
 

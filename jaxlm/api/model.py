@@ -157,7 +157,9 @@ class LoadedModel:
         """Return a prompt's token ids, those of a conversation up to where the answer begins. Raises InputError for
         text where there is no tokenizer, and for messages where there is no chat template or it refuses them."""
         if _is_conversation(prompt):
-            return self.chat_template.encode(prompt, reply=True)
+            ids = self.chat_template.encode(prompt, reply=True)
+            self.chat_template.check_shown(prompt, reply=True)
+            return ids
         if not isinstance(prompt, str):
             return list(cast("Sequence[int]", prompt))
         return (self.tokenizer or self.source.text.load_tokenizer()).encode_prompt(prompt)

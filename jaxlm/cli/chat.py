@@ -94,6 +94,15 @@ def conversations(given: "list[Prompt]", system: str | None) -> "list[Prompt]":
     return chats
 
 
+def check_shown(model: "LoadedModel", given: "list[Prompt]", named: str) -> None:
+    """Raise InputError, with the line of the file that is `named`, for a conversation that the template refuses."""
+    for number, conversation in enumerate(given, 1):
+        try:
+            model.encode(conversation)
+        except InputError as error:
+            raise InputError(f"{named}:{number}: {error}") from None
+
+
 def converse(
     model: "LoadedModel",
     answers: "Callable[[Conversation, int], Iterator[TextChunk]]",

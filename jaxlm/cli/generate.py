@@ -84,6 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
     model = engine.load(arguments)
     if arguments.chat:
         model.chat_template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
+        if arguments.prompts is not None:
+            chat.check_shown(model, inputs or [], f"--prompts {arguments.prompts}")
     sampling = model.sampling(**asked)
     if inputs is None and arguments.chat:
         _converse(model, sampling, arguments)

@@ -25,6 +25,7 @@ from jaxlm.core.json_text import json_text
 from jaxlm.data import named_templates
 from jaxlm.data.call_shapes import CallShape, Message, shape_of
 from jaxlm.data.config import expanded
+from jaxlm.data.message_checks import check_shown, known_role
 from jaxlm.data.tokenizers import Tokenizer
 
 FILE, SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
@@ -115,6 +116,13 @@ class ChatTemplate:
         """
         return self.tokenizer.encode_rendered(self._pieces(messages, reply, tools, continues))
 
+    def check_shown(
+        self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None, calls: bool = True
+    ) -> None:
+        """Raise InputError where the template drops the result of a call, a message of a role that it does not know,
+        or, with `calls`, the name of a call."""
+        check_shown(messages, lambda marked: self.render(marked, reply=reply, tools=tools), calls)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -162,6 +170,10 @@ class ChatTemplate:
         shape: CallShape | None = None,
     ) -> Iterator[str | int]:
         """Yield what the template writes: texts, and the ids of control tokens between them."""
+        messages = [
+            {**message, "role": known_role(message["role"], self.source, place)}
+            for place, message in enumerate(messages)
+        ]
         if any(message.get("tool_calls") for message in messages):
             shape = shape or self._call_shape
             messages = [shape.shaped(message) for message in messages]

@@ -23,6 +23,14 @@ class NotAConversation(ValueError):
     """A record that holds no conversation; the message says why."""
 
 
+class RefusedRecord(InputError):
+    """A record that a template cannot show, as the message says. `document`: what its reader wrote of it."""
+
+    def __init__(self, why: str, document: str):
+        super().__init__(why)
+        self.document = document
+
+
 class Conversation(NamedTuple):
     """Messages, of which those of the assistant are learned from the message `learned_from` on; with the tools that it
     may call."""
@@ -136,7 +144,8 @@ def encode(conversation: Conversation, template: ChatTemplate) -> Encoded:
 
     An answer is what the tokens of the conversation up to it have more than those of the conversation before it. It
     ends with its last control token, the end of its turn, where only blanks follow that. Raises InputError for a
-    template that shows a message otherwise once others follow: it would be learned as it is never seen.
+    message that the template does not show, or shows otherwise once others follow: it would be learned as it is never
+    seen.
     """
 
     def shown(count: int, reply: bool) -> list[int]:
@@ -145,6 +154,7 @@ def encode(conversation: Conversation, template: ChatTemplate) -> Encoded:
     messages, tools = conversation.messages, conversation.tools
     plain = list(map(_without_weight, messages))
     tokens = shown(len(plain), False)
+    template.check_shown(plain, reply=False, tools=tools, calls=False)  # a model may learn calls without names
     learned = np.zeros(len(tokens), bool)
     for number in filter(conversation.is_learned, range(len(messages))):
         before, after = shown(number, True), shown(number + 1, False)
@@ -213,30 +223,38 @@ class ConversationEncoder:
         self._template, self._tokenizer = template, template.tokenizer
 
     def encode(self, documents: Sequence[str]) -> tuple[list[np.ndarray], Counter[str]]:
-        """Return marked token ids of each document, and their sizes as `TokenStore` has them."""
-        return self._encode(list(map(Conversation.from_json, documents)))
-
-    def _encode(self, conversations: Sequence[Conversation]) -> tuple[list[np.ndarray], Counter[str]]:
+        """Return marked token ids of the conversations of each document, and their sizes as `TokenStore` has them.
+        Raises RefusedRecord for one that the template cannot show."""
         encoded: list[np.ndarray] = []
         sizes = Counter(learned_targets=0, predicted_bytes=0, dropped_bytes=0, unknown_tokens=0)
-        for conversation in conversations:
-            tokens, learned = encode(conversation, self._template)
-            encoded.append(np.where(learned, tokens | LEARNED, tokens))
-            answers = tokens[1:][learned[1:]]
-            sizes["learned_targets"] += len(answers)
-            sizes["predicted_bytes"] += len(self._tokenizer.decode(answers.tolist()).encode())
-            if self._tokenizer.unknown is not None:
-                sizes["unknown_tokens"] += int(np.count_nonzero(tokens == self._tokenizer.unknown))
+        for document in documents:
+            for conversation in self._conversations(document):
+                try:
+                    tokens, learned = encode(conversation, self._template)
+                except InputError as error:
+                    raise RefusedRecord(str(error), document) from None
+                encoded.append(np.where(learned, tokens | LEARNED, tokens))
+                answers = tokens[1:][learned[1:]]
+                sizes["learned_targets"] += len(answers)
+                sizes["predicted_bytes"] += len(self._tokenizer.decode(answers.tolist()).encode())
+                if self._tokenizer.unknown is not None:
+                    sizes["unknown_tokens"] += int(np.count_nonzero(tokens == self._tokenizer.unknown))
         return encoded, sizes
+
+    def _conversations(self, document: str) -> Sequence[Conversation]:
+        return [Conversation.from_json(document)]
 
 
 class PreferenceEncoder(ConversationEncoder):
     """Encodes preferences for a store: two documents for each, the chosen and the rejected conversation."""
 
     def encode(self, documents: Sequence[str]) -> tuple[list[np.ndarray], Counter[str]]:
-        """Return marked token ids of both conversations of each document, and their sizes."""
-        found, sizes = self._encode(list(itertools.chain.from_iterable(map(Preference.from_json, documents))))
-        return found, sizes | Counter(pairs=len(documents))
+        """Return marked token ids of both conversations of each document, and their sizes, as `ConversationEncoder`."""
+        encoded, sizes = super().encode(documents)
+        return encoded, sizes | Counter(pairs=len(documents))
+
+    def _conversations(self, document: str) -> Sequence[Conversation]:
+        return Preference.from_json(document)
 
 
 class RecordKind(Enum):

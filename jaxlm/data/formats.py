@@ -26,6 +26,7 @@ RECORDS = (".jsonl", *_COMPRESSED, ".parquet")
 SUFFIXES = (*_WHOLE, *RECORDS)
 _BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')  # or a string, whose brackets are text
 _JSON = json.JSONDecoder(parse_int=float)  # a float may have any number of digits, and no number is text
+_SOUGHT = "is the record that is sought"
 _READ_BYTES = 2**16
 _COMPRESSED_READ_BYTES = 2**12  # small, to lose little of a corrupt file before the corrupt bytes
 
@@ -141,10 +142,19 @@ def read(chunk: FileChunk) -> Iterator[str | Broken]:
                 left = left - 1 if left is not None and isinstance(item, str) else left
 
 
-def _read_slice(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
+def place_of(chunk: FileChunk, record: str) -> str:
+    """Return where a record of a chunk stands: FILE:LINE."""
+    items = (item for piece in chunk.slices for item in _read_slice(piece, chunk.field, record))
+    return next(
+        (item.where for item in items if isinstance(item, Broken) and item.why == _SOUGHT), chunk.slices[0].path
+    )
+
+
+def _read_slice(piece: Slice, field: str | RecordKind, sought: str | None = None) -> Iterator[str | Broken]:
+    """Yield the documents of a slice, and what is broken; the place of the record `sought` too, as if it were."""
     count = 0
     try:
-        for item in _items(piece, field):
+        for item in _items(piece, field, sought):
             count += 1
             yield item
     except _Unreadable as error:
@@ -153,16 +163,16 @@ def _read_slice(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]
         yield _rest(piece, count, _Unreadable(f"cannot be read ({error.strerror or error})"))
 
 
-def _items(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
+def _items(piece: Slice, field: str | RecordKind, sought: str | None) -> Iterator[str | Broken]:
     path = piece.path
     if path.endswith(_WHOLE):
         yield _read_whole(path)
     elif path.endswith(".parquet"):
-        yield from _read_parquet(piece, field)
+        yield from _read_parquet(piece, field, sought)
     elif path.endswith(_COMPRESSED):
-        yield from _documents(_decompressed(piece), field, path)
+        yield from _documents(_decompressed(piece), field, path, sought)
     else:
-        yield from _read_lines(piece, field)
+        yield from _read_lines(piece, field, sought)
 
 
 def _rest(piece: Slice, count: int, error: _Unreadable) -> Broken:
@@ -189,7 +199,7 @@ def _read_whole(path: str) -> str:
         raise _Unreadable(f"is not UTF-8 text ({error})") from None
 
 
-def _read_lines(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
+def _read_lines(piece: Slice, field: str | RecordKind, sought: str | None) -> Iterator[str | Broken]:
     with buckets.open_binary(piece.path) as file:
         if piece.start:  # a line across the start belongs to the previous slice
             file.seek(piece.start - 1)
@@ -202,7 +212,7 @@ def _read_lines(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]
                 at += len(line)
                 yield line
 
-        yield from _documents(lines(), field, piece.path, cache(lambda: _lines_in(piece.path, first)))
+        yield from _documents(lines(), field, piece.path, sought, cache(lambda: _lines_in(piece.path, first)))
 
 
 def _lines_in(path: str, size: int) -> int:
@@ -215,14 +225,21 @@ def _lines_in(path: str, size: int) -> int:
 
 
 def _documents(
-    lines: Iterable[bytes], field: str | RecordKind, path: str, lines_before: Callable[[], int] = lambda: 0
+    lines: Iterable[bytes],
+    field: str | RecordKind,
+    path: str,
+    sought: str | None,
+    lines_before: Callable[[], int] = lambda: 0,
 ) -> Iterator[str | Broken]:
     """Yield the text of each JSON line that is not blank."""
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
         try:
-            yield _text(line, field)
+            text = _text(line, field)
+            if text == sought:
+                raise _Unreadable(_SOUGHT)
+            yield text
         except _Unreadable as error:
             yield Broken(f"{path}:{lines_before() + number}", str(error))
 
@@ -234,7 +251,7 @@ def _text(line: bytes, field: str | RecordKind) -> str:
     except UnicodeError as error:
         raise _Unreadable(f"is not UTF-8 text ({error})") from None
     except (ValueError, RecursionError) as error:
-        raise _Unreadable(f"is not JSON ({error})") from None
+        raise _Unreadable(f"is not JSON ({_without_line(error)})") from None
     if not isinstance(record, dict):
         raise _Unreadable("is not a JSON object")
     if isinstance(field, RecordKind):
@@ -249,6 +266,11 @@ def _text(line: bytes, field: str | RecordKind) -> str:
     except UnicodeError:
         raise _Unreadable("is not Unicode text (half of a surrogate pair)") from None
     return text
+
+
+def _without_line(error: Exception) -> str:
+    """Return what is wrong with a line of JSON, and in which column of it."""
+    return f"{error.msg}: column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _record_of(kind: RecordKind, record: dict[str, Any]) -> str:
@@ -373,7 +395,7 @@ def _parquet(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
             raise _Unreadable(f"is a corrupt Parquet file ({error})") from None
 
 
-def _read_parquet(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
+def _read_parquet(piece: Slice, field: str | RecordKind, sought: str | None) -> Iterator[str | Broken]:
     with _parquet(piece.path) as file:
         names = file.schema_arrow.names
         of_records = isinstance(field, RecordKind)
@@ -387,6 +409,8 @@ def _read_parquet(piece: Slice, field: str | RecordKind) -> Iterator[str | Broke
                 number += 1
                 try:
                     text = _record_of(field, value.as_py()) if of_records else value.as_py()
+                    if sought is not None and text == sought:
+                        raise _Unreadable(_SOUGHT)
                 except UnicodeError as error:
                     yield Broken(f"{piece.path}:{number}", f"is not UTF-8 text ({error})")
                     continue

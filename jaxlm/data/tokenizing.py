@@ -10,8 +10,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import building
 from jaxlm.data import tokenizers
 from jaxlm.data.chat_template import ChatTemplate
-from jaxlm.data.conversations import RecordKind
-from jaxlm.data.formats import FileChunk
+from jaxlm.data.conversations import RecordKind, RefusedRecord
+from jaxlm.data.formats import FileChunk, place_of
 from jaxlm.data.parallel import in_order
 from jaxlm.data.scan import Progress, SourceIndex, Split, documents
 from jaxlm.data.store import DocumentEncoder, Encoder, StoreWriter, join_stores
@@ -73,7 +73,15 @@ def unfinished(directory: Path) -> Path:
 
 
 def _tokenize_chunk(job: _Job) -> None:
+    """Write the stores of a chunk. Raises InputError, which names the place of a record that the template refuses."""
     encoder = _encoder(job.chunk.field, job.tokenizer, job.template)
+    try:
+        _write_stores(job, encoder)
+    except RefusedRecord as error:
+        raise InputError(f"{place_of(job.chunk, error.document)}: {error}") from None
+
+
+def _write_stores(job: _Job, encoder: Encoder) -> None:
     with (
         building(job.directory) as folder,
         StoreWriter(folder / "train", encoder) as train,

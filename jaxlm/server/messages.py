@@ -3,13 +3,13 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jaxlm.core.errors import InputError
 from jaxlm.data.chat_template import ChatTemplate
+from jaxlm.data.message_checks import known_role
 from jaxlm.server.refusals import Refusal, refusing
 from jaxlm.server.schema import RequestBody, in_words, neutral
 from jaxlm.server.served import ServedModel
@@ -21,7 +21,6 @@ _EFFORT = "reasoning_effort"
 _NOT_SHOWN = "it is no part of what a template shows"
 
 
-_ROLES = "system", "user", "assistant"  # of every template
 Role = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
@@ -141,7 +140,7 @@ def encoded(
     shown = [_shown(message, template.source, place) for place, message in enumerate(messages)]
     with refusing("messages"):
         ids = template.encode(shown, reply=reply, tools=shown_tools, continues=continues)
-    _check_shown(template, shown, shown_tools)
+        template.check_shown(shown, reply=True, tools=shown_tools)
     return ids
 
 
@@ -162,35 +161,6 @@ def continued_text(
     return whole[:at], whole[at:]
 
 
-def _check_shown(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-    """Raise Refusal where a template drops a call, the result of one, or a message of a role that it does not know.
-
-    Each of these has a mark in its place, which must be in the text.
-    """
-    marked, dropped = [], {}
-    for place, message in enumerate(messages):
-        other, where = dict(message), f"messages.{place}: the model's chat template does not show"
-        if message["role"] not in _ROLES:
-            other["content"] = f"jaxlm_content_{place}."
-            dropped[other["content"]] = f"{where} a message of the role {message['role']!r} here; leave it out"
-        if calls := message.get("tool_calls"):
-            beside = "where it stands beside a text; leave its content" if message["content"] else "here; leave it"
-            other["tool_calls"] = []
-            for number, call in enumerate(calls):
-                function, name = call["function"], f"jaxlm_call_{place}_{number}."
-                other["tool_calls"].append({**call, "function": {**function, "name": name}})
-                dropped[name] = f"{where} the call of {function['name']!r} {beside} out"
-        marked.append(other)
-    if not dropped:
-        return
-    try:
-        text = template.render(marked, reply=True, tools=tools)
-    except InputError:  # it reads what stands there
-        return
-    if why := next((why for mark, why in dropped.items() if mark not in text), None):
-        raise Refusal(why, param="messages")
-
-
 def prompt_end(served: ServedModel, prompt: Sequence[int]) -> str:
     """Return the end of a prompt as text, with the names of control tokens."""
     return served.tokenizer.spelled_out(prompt[-_PROMPT_END:])
@@ -200,31 +170,32 @@ def _shown(message: MessageBody, template: str, place: int) -> dict[str, Any]:
     """Return a message as templates read it."""
     content = message.content
     if content is None and not message.tool_calls:
-        raise Refusal("messages: content is missing", param="messages", code="missing_parameter")
+        where = f"messages.{place}.content"
+        raise Refusal(f"{where} is missing", param=where, code="missing_parameter")
     if content is not None and not isinstance(content, str):
         content = "\n".join(part.text for part in content)
-    role = message.role
-    if role == "developer" and "developer" not in template:
-        role = "system"
-    if role not in _ROLES and role not in template and (near := get_close_matches(role.lower(), _ROLES, 1, 0.8)):
-        where = f"messages.{place}.role"
-        raise Refusal(f"{where}: the template knows no {role!r}; did you mean {near[0]!r}?", param=where)
+    with refusing(f"messages.{place}.role"):
+        role = known_role(message.role, template, place)
     shown: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         if not re.search(r"\bname\b", template):
-            raise Refusal("messages: the model's chat template shows no name; leave it out", param="messages")
+            raise _not_shown(f"messages.{place}.name", "name; leave it")
         shown["name"] = message.name
     if (message.tool_calls or role == "tool") and not re.search(r"\btool", template):
-        raise Refusal("messages: the model's chat template shows no calls of tools; leave them out", param="messages")
+        where = f"messages.{place}.{'tool_calls' if message.tool_calls else 'role'}"
+        raise _not_shown(where, "calls of tools; leave them")
     if message.tool_calls:
         shown["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
     if message.reasoning_content is not None:
         key = next((key for key in _THOUGHTS if re.search(rf"\b{key}\b", template)), None)
         if key is None:
-            raise Refusal(
-                "messages: the model's chat template shows no reasoning_content; leave it out", param="messages"
-            )
+            raise _not_shown(f"messages.{place}.reasoning_content", "reasoning_content; leave it")
         shown[key] = message.reasoning_content
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     return shown
+
+
+def _not_shown(where: str, what: str) -> Refusal:
+    """Return the refusal of a part of a message that the template has no place for."""
+    return Refusal(f"{where}: the model's chat template shows no {what} out", param=where)

@@ -176,6 +176,10 @@ def test_a_program_answers_conversations_beside_texts(model, answering):
         (["--prompts", "FOLDER/ids.jsonl"], 'ids.jsonl:1 is no record such as {"messages": [{"role": "user"'),
         (["--prompts", "FOLDER/odd.jsonl"], 'odd.jsonl:2 is no record such as {"messages": [{"role": "user"'),
         (["--prompts", "FOLDER/system.jsonl", "--system", "S"], "conversation 1 has a system message of its own"),
+        (
+            ["--prompts", "FOLDER/role.jsonl"],
+            "role.jsonl:2: messages.0.role: the template knows no 'usr'; did you mean",
+        ),
         (["--prompts", "FOLDER/tool.jsonl"], "cannot show these messages: no tools"),
         (["--prompt", "x" * 600], "a prompt of 615 tokens exceeds model.context_length = 512; shorten it"),
     ],
@@ -188,6 +192,7 @@ def test_what_cannot_be_answered_is_one_line(model, tmp_path, capsys, asked, mes
     record("ids", {"prompt": [1, 2]})
     record("odd", {"messages": [user]}, {"messages": []})
     record("system", {"messages": [{"role": "system", "content": "T"}, user]})
+    record("role", {"messages": [user]}, {"messages": [user | {"role": "usr"}]})
     record("tool", {"messages": [user, {"role": "tool", "content": "7"}]})
     out, error = said(capsys, model, *(part.replace("FOLDER", str(tmp_path)) for part in asked), status=2)
     assert message in error and error.count("\n") == 1 and not out

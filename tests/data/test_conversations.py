@@ -269,6 +269,37 @@ def test_files_that_hold_no_conversations_are_refused(model, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(InputError, match="x.jsonl:1 has no messages, or prompt and completion, but 'text'"):
         prepare(data(model, tmp_path, chat=str(tmp_path / "x.jsonl")), 300)
+    (tmp_path / "z.jsonl").write_text('{"messages": []\n')
+    with pytest.raises(InputError, match=r"z.jsonl:1 is not JSON \(Expecting ',' delimiter: column 1\d\)"):
+        prepare(data(model, tmp_path, chat=str(tmp_path / "z.jsonl")), 300)
     (model.parent / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="data.chat: there is no chat template in .*; set data.chat_template"):
         prepare(data(model, tmp_path, chat=records(tmp_path / "y.jsonl", 20)), 300)
+
+
+@pytest.mark.parametrize("name", ["chat", "preferences"])
+def test_a_misspelt_role_is_refused_at_its_line(name, model, tmp_path):
+    good, bad = [message("user", f"{number}+1?") for number in range(30)], message("usr", "1+1?")
+    file = tmp_path / f"{name}.jsonl"
+    answers = {"completion": "2"} if name == "chat" else {"chosen": "2", "rejected": "3"}
+    lines = [json.dumps({"prompt": [turn], **answers}) for turn in (*good, bad)]
+    file.write_text("\n\n".join(lines))
+    with pytest.raises(
+        InputError, match=r"jsonl:61: messages.0.role: the template knows no 'usr'; did you mean 'user'"
+    ):
+        prepare(data(model, tmp_path, **{name: str(file)}), 300)
+
+
+def test_a_message_that_the_template_drops_is_refused():
+    template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role + m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    turns = [*TWO_TURNS[:2], message("tool", "7"), TWO_TURNS[2]]
+    with pytest.raises(InputError, match="messages.2: the model's chat template does not show a message of the role"):
+        learned({"messages": turns}, template)
+
+
+def test_developer_is_system_where_the_template_knows_no_developer():
+    record = {"messages": [message("developer", "Be brief."), *TWO_TURNS[1:]]}
+    template = ChatTemplate(CHATML, TOKENIZER, {}, "the template")
+    assert template.render(record["messages"], reply=False) == template.render(TWO_TURNS, reply=False)

@@ -94,13 +94,15 @@ def conversations(given: "list[Prompt]", system: str | None) -> "list[Prompt]":
     return chats
 
 
-def check_shown(model: "LoadedModel", given: "list[Prompt]", named: str) -> None:
-    """Raise InputError, with the line of the file that is `named`, for a conversation that the template refuses."""
-    for number, conversation in enumerate(given, 1):
+def prepare(model: "LoadedModel", given: "list[Prompt]", arguments: argparse.Namespace) -> None:
+    """Set the variables of the template. Raises InputError, with its line, for a conversation of a file that the
+    template refuses."""
+    model.chat_template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
+    for number, conversation in enumerate(given if arguments.prompts is not None else [], 1):
         try:
             model.encode(conversation)
         except InputError as error:
-            raise InputError(f"{named}:{number}: {error}") from None
+            raise InputError(f"--prompts {arguments.prompts}:{number}: {error}") from None
 
 
 def converse(

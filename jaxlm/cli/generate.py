@@ -83,9 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
     Sampling(**asked).check(_option)
     model = engine.load(arguments)
     if arguments.chat:
-        model.chat_template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
-        if arguments.prompts is not None:
-            chat.check_shown(model, inputs or [], f"--prompts {arguments.prompts}")
+        chat.prepare(model, inputs or [], arguments)
     sampling = model.sampling(**asked)
     if inputs is None and arguments.chat:
         _converse(model, sampling, arguments)

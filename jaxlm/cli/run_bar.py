@@ -54,7 +54,7 @@ class RunBar(Bar):
         held_out = "" if not evaluations else f", held-out loss {'not finite' if loss is None else f'{loss:.4f}'}"
         if ended.sample is not None:
             print(f"\n{ended.sample}\n")
-        learned = "".join(f", {words}" for words in preferences(_last_metrics(paths)))
+        learned = "".join(f", {words} of training" for words in preferences(_last_metrics(paths)))
         print(f"{paths}: {ended.step} steps{held_out}{learned}")
         sample = "" if ended.sample is None else f"sample {paths.sample}, "
         print(with_addresses(f"loss curve {paths.loss_curve}, {sample}checkpoints {paths.checkpoints}"))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -114,6 +115,15 @@ class _Tally(NamedTuple):
     examples: list[str]
 
 
+def _other_share(chunks: Sequence[FileChunk], held_out: float) -> str:
+    """Return in words a change of `data.held_out` that leaves text on both sides, where one has none."""
+    hashes = [hash_fraction(item) for chunk in chunks for item in formats.read(chunk) if isinstance(item, str)]
+    least, most = math.floor(100 * min(hashes) + 1) / 100, math.floor(100 * max(hashes)) / 100
+    if not least <= most:
+        return "change it"
+    return f"set data.held_out = {least} or more" if held_out < least else f"set data.held_out = {most} or less"
+
+
 def scan_source(
     source: Source,
     max_broken: float,
@@ -168,7 +178,7 @@ def scan_source(
         if not size:
             raise InputError(
                 f"{source.described_share} leaves no {side} text of the {readable:,} "
-                f"document{'s' * (readable > 1)} of {source.key}; give more text or change it"
+                f"document{'s' * (readable > 1)} of {source.key}; give more text or {_other_share(chunks, held_out)}"
             )
     return SourceIndex(source, tuple(chunks), split, train, ends, skipped)
 

@@ -67,8 +67,7 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Imported:
     published, run = PublishedSource(path), Run(out)
     source, experiment = published.model, published.experiment()
     run.paths.check_name()
-    if (out.exists() and any(out.iterdir())) or unwritable(out):
-        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    _check_free(out, out.exists() and (not out.is_dir() or any(out.iterdir())))
     for remark in source.remarks():
         say(remark)
     say(f"{source.family.name}: {len(source.tensors)} tensors")
@@ -161,8 +160,14 @@ def check_new(folder: Path) -> None:
     if (url := address(folder)) is not None:
         buckets.check_writable(url)
     copies.pull(folder, copies.without_weights)
-    if folder.exists() or unwritable(folder):
-        raise InputError(f"{folder} is there, or cannot be made; give another folder")
+    _check_free(folder, folder.exists())
+
+
+def _check_free(folder: Path, is_taken: bool) -> None:
+    if is_taken:
+        raise InputError(f"{folder} exists already; give another folder")
+    if (why := unwritable(folder)) is not None:
+        raise InputError(f"{folder} cannot be made ({why}); give another folder")
 
 
 def _own_tokenizer(text: ModelText, experiment: Experiment) -> dict[str, bytes]:

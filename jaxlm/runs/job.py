@@ -232,10 +232,12 @@ class Job:
                 if side == "training":
                     counts[name] = len(rows)
             if source.train.of_conversations:
-                titles = ["a chosen answer", "the rejected one"] if source.train.of_pairs else ["one conversation"]
+                of_pairs = source.train.of_pairs
+                titles = ["a chosen answer", "the rejected one"] if of_pairs else ["one conversation"]
+                use = "compared" if of_pairs else "learned"
                 for number, title in enumerate(titles):
                     pieces = conversations.pieces(source.train, number, dataset.tokenizer)
-                    self._display.example(f"{title} of {name}, and what of it is learned:", pieces)
+                    self._display.example(f"{title} of {name}, and what of it is {use}:", pieces)
         return counts
 
     def _say_what_is_repeated(self, dataset: Dataset, rows: dict[str, int]) -> None:

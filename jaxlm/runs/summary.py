@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxlm.core import copies
+from jaxlm.core.addresses import address
 from jaxlm.core.errors import InputError
 from jaxlm.families.files import CONFIG, read_json, text_of
 from jaxlm.runs.folder import Run
@@ -44,7 +45,8 @@ def find(folder: Path) -> list[RunSummary]:
     name = RunPaths(folder).config.name
     copies.pull(folder, lambda names: {each: each.rpartition("/")[2] == name for each in names})
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder; give one that holds runs")
+        there_is_none = "is no folder" if address(folder) is None else "does not exist, or holds nothing"
+        raise InputError(f"{folder} {there_is_none}; give one that holds runs")
     summaries = []
     for directory, below, _ in os.walk(folder):
         paths = RunPaths(Path(directory))

@@ -220,6 +220,8 @@ def _refusal(error: ValidationError) -> Refusal:
             return Refusal(f"{place}: {message}" if place else message, param=param, code="unknown_parameter")
         case "unsupported":
             return Refusal(f"{place} {message}", param=place, code="unsupported_parameter")
+        case "too_short" | "string_too_short" if first["ctx"]["min_length"] == 1:
+            return Refusal(f"{place} must not be empty", param=place)
         case "missing":
             return Refusal(f"{place} is missing", param=place, code="missing_parameter")
     return Refusal(f"{place}: {message}" if place else message, param=place or None)

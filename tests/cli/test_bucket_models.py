@@ -67,7 +67,7 @@ def test_a_published_model_in_a_bucket_is_opened_imported_and_exported(bucket, m
     machine("a fourth")
     assert api.load(out).source.weights.digest() == api.load(tmp_path / "here").source.weights.digest()
     for make in (lambda: api.export(run, out), lambda: api.import_run(stories, run)):
-        with pytest.raises(InputError, match="is there, or cannot be made"):
+        with pytest.raises(InputError, match="exists already; give another folder"):
             make()
 
 

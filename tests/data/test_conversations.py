@@ -1,6 +1,7 @@
 """Conversations: what of them is learned, how they are stored and packed, and which are refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -303,3 +304,12 @@ def test_developer_is_system_where_the_template_knows_no_developer():
     record = {"messages": [message("developer", "Be brief."), *TWO_TURNS[1:]]}
     template = ChatTemplate(CHATML, TOKENIZER, {}, "the template")
     assert template.render(record["messages"], reply=False) == template.render(TWO_TURNS, reply=False)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_a_share_that_leaves_a_side_no_text_names_one_that_does(share, model, tmp_path):
+    chat = records(tmp_path / "few.jsonl", 4)
+    with pytest.raises(InputError, match="give more text or set data.held_out = 0") as refusal:
+        prepare(data(model, tmp_path, chat=chat, held_out=share), 300)
+    better = float(re.search(r"set data.held_out = (0[.][0-9]+) or", str(refusal.value))[1])
+    assert prepare(data(model, tmp_path, chat=chat, held_out=better), 300).sources["data"].held_out.targets

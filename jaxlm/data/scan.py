@@ -178,7 +178,8 @@ def scan_source(
         if not size:
             raise InputError(
                 f"{source.described_share} leaves no {side} text of the {readable:,} "
-                f"document{'s' * (readable > 1)} of {source.key}; give more text or {_other_share(chunks, held_out)}"
+                f"document{'s' * (readable > 1)} of {source.key}; give more text or "
+                f"{_other_share(chunks, held_out)}"
             )
     return SourceIndex(source, tuple(chunks), split, train, ends, skipped)
 

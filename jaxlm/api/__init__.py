@@ -187,7 +187,7 @@ def export(
         source = source_of(place(run))
         if not isinstance(source.weights, adapters.AdaptedWeights):
             raise InputError(f"{source} is no run with adapters ([lora]); leave out --adapter")
-        return adapters.export(source.weights, place(folder), checkpoint, average, say)
+        return adapters.export(source, source.weights, place(folder), checkpoint, average, say)
     # Nothing is computed: each device holds as little as may be.
     model = load(run, checkpoint=checkpoint, average=average, dtype="stored", workload="prefill", say=say)
     return conversion.export(model.source, model.parameters, model.experiment, place(folder), say)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jaxlm.data.config import HUGGING_FACE
 from jaxlm.families import hub, safetensors, table
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.family import Family
-from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG, is_published, read_json, write_json
+from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG, GENERATION, is_published, read_json, write_json
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.families.table import TensorBinding, TensorPlace
 from jaxlm.models import tree as model_tree
@@ -164,6 +165,12 @@ class AdaptedModel(PublishedModel):
         """Return the dtypes of the base."""
         return self.base.dtypes()
 
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """The content of the generation_config.json beside the adapter, or else of the base's."""
+        file = self.adapter / GENERATION
+        return read_json(file) if file.is_file() else self.base.generation
+
     def remarks(self) -> list[str]:
         """Return the base's remarks, and a line about the adapters."""
         return [*self.base.remarks(), f"{len(self._adapters)} adapters are added to {self.base}"]
@@ -234,13 +241,20 @@ def _written(
 
 
 def write(
-    folder: Path, model: ModelConfig, family: Family, lora: LoraConfig, adapters: Tree, base: Mapping[str, str]
+    folder: Path,
+    model: ModelConfig,
+    family: Family,
+    lora: LoraConfig,
+    adapters: Tree,
+    base: Mapping[str, str],
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> int:
     """Write adapters as a PEFT directory, in float32, and return the number of their elements.
 
     Args:
       adapters: the trained tree of adapters.
       base: keys of adapter_config.json that name the model.
+      beside: the contents of other files by name, such as a chat template.
     """
     leaves = {path: np.asarray(jax.device_get(leaf)) for path, leaf in model_tree.paths(adapters).items()}
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
@@ -274,6 +288,8 @@ def write(
     with building(folder) as partial:
         write_json(partial / ADAPTER_CONFIG, config)
         safetensors.write(partial / ADAPTER, tensors, {"format": "pt"})
+        for file_name, content in beside.items():
+            (partial / file_name).write_bytes(content)
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 

@@ -192,8 +192,7 @@ def check_stop_tokens(model: ModelConfig, ids: Collection[int], named: Named = _
     strange = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if strange is not None:
         raise InputError(
-            f"{named('stop_token_ids')} [{strange}{', …' * (len(ids) > 1)}]: "
-            f"the id is outside the vocabulary, 0 to {model.vocab_size - 1}"
+            f"{named('stop_token_ids')} [{strange}]: this id is outside the vocabulary, 0 to {model.vocab_size - 1}"
         )
 
 

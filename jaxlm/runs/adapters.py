@@ -8,10 +8,19 @@ from jaxlm import config
 from jaxlm.core import copies
 from jaxlm.core.addresses import place
 from jaxlm.data.config import HUGGING_FACE
-from jaxlm.families.files import ADAPTER_CONFIG, CONFIG, is_gguf, is_published, read_json, text_of
-from jaxlm.runs.conversion import Converted, check_new
+from jaxlm.families.files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    GENERATION,
+    TOKENIZER_CONFIG,
+    is_gguf,
+    is_published,
+    read_json,
+    text_of,
+)
+from jaxlm.runs.conversion import Converted, check_new, ending_answers
 from jaxlm.runs.folder import Run
-from jaxlm.runs.source import ModelWeights, WeightsRequest
+from jaxlm.runs.source import ModelSource, ModelWeights, WeightsRequest
 from jaxlm.runs.trained import RunWeights
 from jaxlm.training.origin import Origin
 
@@ -68,8 +77,16 @@ class AdaptedWeights(RunWeights):
         return f"{super().digest(step)}+{self._base.digest(self.checked_base().step)}"
 
 
-def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, say: Callable[[str], None]) -> Converted:
-    """Write adapters as a PEFT directory, and return the family and their numbers.
+def export(
+    source: ModelSource,
+    weights: AdaptedWeights,
+    out: Path,
+    checkpoint: str,
+    average: bool,
+    say: Callable[[str], None],
+) -> Converted:
+    """Write the adapters of a source, its `weights`, as a PEFT directory, and return the family and their numbers.
+    Beside adapters that are trained on conversations lie the chat template and what ends an answer.
 
     Raises InputError for a model of no family, for a folder that is there, and as `AdaptedWeights.restore` does.
     """
@@ -91,6 +108,19 @@ def export(weights: AdaptedWeights, out: Path, checkpoint: str, average: bool, s
     request = WeightsRequest(experiment.model, mesh, ENGINE, "float32", checkpoint, average, say)
     _, adapters = weights.adapters(request)
     base = {"base_model_name_or_path": name} | ({"revision": origin.revision} if origin.revision else {})
-    parameters = peft.write(out, experiment.model, of_family, weights.lora, adapters, base)
+    beside = _chat_files(source) if experiment.data.of_conversations else {}
+    parameters = peft.write(out, experiment.model, of_family, weights.lora, adapters, base, beside)
     copies.push(out)
     return Converted(of_family.name, parameters)
+
+
+def _chat_files(source: ModelSource) -> dict[str, bytes]:
+    """Return the files that show and end a conversation as the run was trained."""
+    from jaxlm.data.chat_template import FILE
+
+    template = source.chat.template()
+    if template is None:
+        return {}
+    named = ending_answers(source, source.weights.sidecar_files())
+    kept = {name: named[name] for name in (GENERATION, TOKENIZER_CONFIG) if name in named}
+    return {FILE: template.source.encode()} | kept

@@ -160,14 +160,20 @@ class PublishedChat:
         self._model, self._text = model, text
 
     def template(self, path_or_name: str | None = None, key: str = "--chat-template") -> "ChatTemplate | None":
-        """Return the chat template that is given, or of the directory; None without one, or without a tokenizer. Raises
-        InputError for one that is broken, or not there."""
-        from jaxlm.data.chat_template import chosen, load
+        """Return the chat template that is given, or of the directory, that beside an adapter before its base's; None
+        without one, or without a tokenizer. Raises InputError for one that is broken, or not there."""
+        from jaxlm.data.chat_template import FILE, SETTINGS, chosen, load, read
 
         if not self._text.has_tokenizer:
             return None
         folder, tokenizer = self._model.folder, self._text.load_tokenizer()
-        return load(folder, tokenizer) if path_or_name is None else chosen(path_or_name, key, folder, tokenizer)
+        if (adapter := self._model.adapter) is not None and (adapter / SETTINGS).is_file():
+            folder = adapter
+        if path_or_name is not None:
+            return chosen(path_or_name, key, folder, tokenizer)
+        if adapter is not None and (adapter / FILE).is_file():
+            return read(adapter / FILE, folder, tokenizer)
+        return load(folder, tokenizer) or load(self._model.folder, tokenizer)
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -235,3 +235,18 @@ def test_what_was_learned_is_published_with_its_template(name, tuned, model, tmp
         )
     ours = api.load(tuned[name], dtype="float32").logits(tokens)
     np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-5 * float(theirs.abs().max()))
+
+
+def test_an_adapter_alone_converses_as_it_was_trained(kinds, model, tmp_path):
+    from jaxlm import api
+
+    short = ["lora.rank=4", "training.steps=2", "records.sample_tokens=0"]
+    shown = ["data.chat_template=chatml", "data.chat_template_kwargs={}"]
+    given = ["train", str(kinds["chat"]), *short, *shown, "--from", str(model), "--out", str(tmp_path / "run")]
+    assert main(given) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    own, alone = (api.load(tmp_path / name).chat_template for name in ("run", "adapter"))
+    asked = [{"role": "user", "content": "Hi"}]
+    assert alone.source == own.source != api.load(model).chat_template.source
+    assert alone.encode(asked, reply=True) == own.encode(asked, reply=True)
+    assert alone.stop_token_ids == own.stop_token_ids

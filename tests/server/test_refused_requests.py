@@ -29,7 +29,7 @@ COMPLETIONS = [
     ({"logit_bias": {"5": 200}}, "logit_bias", "-100 to 100"),
     ({"logit_bias": {"100000": 1}}, "logit_bias", "outside the vocabulary"),
     ({"seed": 2**63}, "seed", "less than or equal to 9223372036854775807"),
-    ({"stop_token_ids": [264]}, "stop_token_ids", "[264]: the id is outside the vocabulary, 0 to 263"),
+    ({"stop_token_ids": [264]}, "stop_token_ids", "[264]: this id is outside the vocabulary, 0 to 263"),
     ({"cache_salt": ""}, "cache_salt", "cache_salt must not be empty"),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 500}, "n", "less than or equal to 128"),

@@ -157,7 +157,7 @@ def test_the_final_message_can_be_continued(stream, client, server):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"stop_token_ids": [264]}, r"[264]: the id is outside the vocabulary, 0 to 263"),
+        ({"stop_token_ids": [264]}, r"[264]: this id is outside the vocabulary, 0 to 263"),
         ({"stop_token_ids": [-1]}, "greater than or equal to 0"),
         ({"cache_salt": ""}, "must not be empty"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens = 9 exceeds the 8 tokens"),

@@ -133,6 +133,8 @@ class Job:
         with self._display:
             for change in self._changed:
                 self._display.say(f"resumed with {change.key} = {shown(change.now)}, before {shown(change.before)}")
+            if self._source is not None and self._run.has_checkpoint and self._experiment.lora is None:
+                self._display.say(f"{self._run.paths} goes on from its checkpoint: --from {self._source} is not used")
             # An accelerator tells what it has once it is started; a CPU is started later, as that sets how memory is
             # allocated.
             capacity.check_before_reading(self._experiment)

@@ -228,7 +228,7 @@ def test_a_run_begins_with_published_weights_and_gives_them_back_trained(chatty,
     why = f"jaxlm: {killed} has no checkpoint yet and begins with {chatty}: there is no run {chatty}; "
     assert said("train", killed, status=2).startswith(why)
     away.rename(chatty)
-    said(*command)
+    assert f"{out} goes on from its checkpoint: --from {chatty} is not used" in said(*command)
     assert str(needed_by(killed)) == str(chatty) and needed_by(out) is None
     assert runs.rows(out) == recorded
     other = said("train", experiment, "--from", PUBLISHED, "--out", out, status=2)

@@ -56,8 +56,8 @@ def filesystem(scheme: str) -> Any:
         if scheme == "gs":
             from gcsfs.core import GCSFileSystem  # not the one that asks first, by gRPC, which kind a bucket is of
 
-            local = {"token": "anon"} if os.environ.get("STORAGE_EMULATOR_HOST") else {}
-            return GCSFileSystem(**_UNCACHED, **local)
+            token = "anon" if os.environ.get("STORAGE_EMULATOR_HOST") else None
+            return GCSFileSystem(**_UNCACHED, token=token)
         if scheme == "s3":
             import botocore.session
             from s3fs import S3FileSystem

@@ -69,7 +69,7 @@ SMALLER = {
     "model": {"vocab_size": 512, "context_length": 32, "d_model": 32},
     "model.attention": {"num_heads": 4, "num_kv_heads": 2},
     "model.feed_forward": {"d_ff": 64},
-    "data": {"documents": 20},  # all that is held out of them is measured at the end
+    "data": {"documents": 60},  # all that is held out of them is measured at the end
     "training": {"batch": 4},
     "evaluation": {"batches": 2},
     "records": {"sample_tokens": 8},

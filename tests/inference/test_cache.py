@@ -144,7 +144,7 @@ def test_a_mixer_reads_any_cache_as_it_reads_its_own_tokens():
 @pytest.fixture
 def new_mixer(monkeypatch):
     """The module of grouped-query attention is the one above."""
-    monkeypatch.setitem(attention._REGISTRY._modules, GroupedQueryAttentionConfig, LatentRecurrence)
+    monkeypatch.setitem(attention._REGISTRY._makers, GroupedQueryAttentionConfig, LatentRecurrence)
     monkeypatch.setattr(tree, "_abstract", tree._abstract.__wrapped__)  # the kind has another module here alone
 
 

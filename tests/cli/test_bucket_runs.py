@@ -131,7 +131,7 @@ def test_a_run_that_is_killed_goes_on_from_its_bucket_with_equal_bits(config, un
 
 def test_a_run_of_another_machine_is_left_to_it(config, bucket, machine):
     run = f"{bucket[0]}/runs/taken"
-    buckets.write(f"{run}/lease.json", b'{"owner": "elsewhere:/root/.cache"}')
+    buckets.write(f"{run}/lease.json", b'{"owner": "elsewhere:cache"}')
     said = jaxlm("train", str(config), "--out", run, status=2)
     assert f"another jaxlm train is at work in {run}, on elsewhere" in said and "Traceback" not in said
     assert list(buckets.find(run)) == [f"{run}/lease.json"]

@@ -1,0 +1,57 @@
+"""The bytes of a training step on a GPU: what a loop over layers stacks for its backward pass."""
+
+from collections import Counter
+
+import jax
+import pytest
+
+from jaxlm import config as configuration
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.programs import step_programs
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.mesh import make_mesh
+
+LAYERS, BATCH, T, D, F, HEADS = 3, 16, 1024, 1024, 4096, (16, 64)
+
+
+def step(*overrides):
+    """Return the training step of a GPT-2 355M of few layers on an H100, as a program that is not compiled yet."""
+    path = "gpt2-355m"
+    sizes = f"training.batch={BATCH}", f"training.sequence={T}", f"model.num_layers={LAYERS}"
+    experiment = configuration.load(path, [*sizes, *overrides])
+    mesh = make_mesh(Layout(), targets.devices(Target.parse("h100-sxm5")))
+    return step_programs(experiment, "train", mesh).step
+
+
+def loops(jaxpr):
+    """Yield the scans over layers of a jaxpr, forward and backward."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS:
+            yield eqn
+            continue
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from loops(inner)
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    """Return the shapes that the forward loop stacks, [layers, …] each, and how often."""
+    forward, backward = loops(step("model.vocab_size=512").trace().jaxpr.jaxpr)
+    assert not forward.params["reverse"] and backward.params["reverse"]
+    return Counter(x.aval.shape[1:] for x in forward.outvars[forward.params["num_carry"] :])
+
+
+def test_no_weight_is_stacked_again(stacked):
+    """The backward pass reads those that the loop takes slices of."""
+    assert all(shape[:1] == (BATCH,) or shape[:1] == (BATCH * T,) for shape in stacked)
+
+
+def test_attention_s_result_is_stacked_in_one_shape(stacked):
+    """Queries, keys, values and the result, which XLA merges with what the product reads."""
+    assert stacked[BATCH, T, *HEADS] == 5
+    of_norms, hidden = stacked[BATCH * T, D] + stacked[BATCH, T, D], stacked[BATCH, T, F]
+    assert (of_norms, hidden) == (4, 2)  # input and result of two norms; the slope and the result of the activation
+    assert stacked.total() == 5 + 4 + 2 + 1  # and the log-sum-exp

@@ -1,11 +1,12 @@
 """Kernels in Pallas: compiled by Triton for NVIDIA GPUs and by Mosaic for TPUs, each with a reference in plain JAX.
 
 Every function takes `implementation`. None chooses by the shape and by the chip being lowered for, also ahead of time;
-a name is kept or refused. `jax.grad`, `jax.vmap`, `jax.checkpoint`, `jax.jit` and `jax.shard_map` compose with every
-operation; only the references support forward-mode differentiation.
+a name is kept or refused, and `explain` says what None takes and why. `jax.grad`, `jax.vmap`, `jax.checkpoint`,
+`jax.jit` and `jax.shard_map` compose with every operation; only the references support forward-mode differentiation.
 """
 
 from kernels_pallas.bias_activation import bias_activation
+from kernels_pallas.core.choice import explain
 from kernels_pallas.flash_attention import flash_attention
 from kernels_pallas.gated_activation import gated_activation
 from kernels_pallas.layer_norm import layer_norm
@@ -17,6 +18,7 @@ from kernels_pallas.softmax import log_softmax, softmax
 
 __all__ = [
     "bias_activation",
+    "explain",
     "flash_attention",
     "gated_activation",
     "layer_norm",

@@ -60,6 +60,7 @@ class Workload:
       sequence: tokens of each sequence.
       platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
         (`kernels_pallas.flash_attention.causal_chunks`).
+      device_kind: JAX's name of the chip's devices, by which attention's kernel is chosen; None: any of the platform.
       optimizer, lora, objective, microbatches, steps, dropout, average: in training alone. `objective`: that of text.
         `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of the run, None
         where they follow from text that is not read.
@@ -77,6 +78,7 @@ class Workload:
     execution: ExecutionConfig = ExecutionConfig()
     layout: Layout = Layout()
     platform: Literal["gpu", "tpu", "cpu"] = "gpu"
+    device_kind: str | None = None
     own_rules: Rules | None = None  # in place of those of RULES for this kind of step
     optimizer: OptimizerConfig = AdamWConfig(schedule=ConstantScheduleConfig())
     lora: LoraConfig | None = None
@@ -204,6 +206,11 @@ class Workload:
         return BYTES[self.dtype]
 
     @property
+    def target(self) -> tuple[str, str | None, bool]:
+        """The platform, JAX's name of its devices, and whether kernels run: as a door is told."""
+        return self.platform, self.device_kind, self.runs_kernels
+
+    @property
     def runs_kernels(self) -> bool:
         """True if kernels of kernels_pallas run; see `on`."""
         return self.execution.kernels != "xla"
@@ -221,7 +228,8 @@ class Workload:
         """Return the workload on a chip, without kernels if none are compiled for that chip."""
         if chip.kind == "cpu":
             return self.on_cpu()
-        return replace(self, platform=chip.kind) if chip.runs_kernels else self.without_kernels()
+        kind = next(iter(chip.device_kinds), None)
+        return replace(self, platform=chip.kind, device_kind=kind) if chip.runs_kernels else self.without_kernels()
 
     def on_cpu(self) -> "Workload":
         """Return the workload on any CPU."""

@@ -70,7 +70,8 @@ def program(operation: KernelOperation, case: KernelCase, implementation: str, t
     inputs = {name: arguments.pop(name) for name in case.differentiable()}
 
     def forward(inputs: dict, others: dict) -> Any:
-        return operation.function(**inputs, **others, **case.options, implementation=implementation)
+        options = case.options | operation.timed_with.get(implementation, {})
+        return operation.function(**inputs, **others, **options, implementation=implementation)
 
     def both(inputs: dict, others: dict, cotangents: Any) -> Any:
         results, pull_back = jax.vjp(lambda inputs: forward(inputs, others), inputs)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core.launch import KernelCosts
+from kernels_pallas.core.measured import CallClass
 
 # The dtype of the case, which is tried in several.
 FLOAT = "float"
@@ -85,6 +86,8 @@ class KernelOperation:
       others: names of implementations by XLA or a library, which are timed alongside but are not ours to compile.
       costs: returns a call's costs from the shapes and dtypes of a case's arguments and its options.
       serves: returns whether an implementation supports a case in a dtype; by default each supports all.
+      timed_with: options that an implementation is timed with, by its name.
+      classify: returns the class of a call from the shapes and dtypes of a case's arguments and its options.
     """
 
     function: Callable[..., Any]
@@ -94,6 +97,10 @@ class KernelOperation:
     costs: Callable[..., KernelCosts]
     others: tuple[str, ...] = ()
     serves: Callable[[str, KernelCase, str], bool] = lambda implementation, case, dtype: True
+    timed_with: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    classify: Callable[[Mapping[str, Any], Mapping[str, Any]], CallClass] = lambda arrays, options: CallClass.of_rows(
+        next(iter(arrays.values()))
+    )
 
     @property
     def name(self) -> str:

@@ -1,15 +1,46 @@
-"""The choice of an implementation: the one that a call names, or else the first that supports the call."""
+"""The choice of an implementation: the one that a call names, or else the fastest measured one that supports the call,
+or without measurements the first.
+"""
 
+import functools
 from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType
 
-from kernels_pallas.core import interpretation, target
+from kernels_pallas.core import interpretation, measured, target
+from kernels_pallas.core.measured import CallClass, Direction, MeasuredRow
 from kernels_pallas.core.target import TargetChip
 
 # Lowered by Pallas, each for its own chips; XLA compiles the other implementations for any chip.
 KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
+
+
+# The choices that are made inside a surrounding `explain`. A user context: what was traced outside is traced again.
+_explained = jax.make_user_context(None)
+
+
+class _Explanations:
+    """Lines about choices, one for each that differs."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, None] = {}
+
+
+def explain(function: Callable, *arguments: Any, **options: Any) -> tuple[str, ...]:
+    """Return a line for each choice of an implementation in function(*arguments, **options): what runs, and why.
+
+    explain(flash_attention, query, key, value, key_range=causal(8192)) names the row of the table that chose. Nothing
+    is computed: arrays may be `jax.ShapeDtypeStruct`. The chip is that of the mesh in context, also of an abstract one
+    (`jax.sharding.use_abstract_mesh`), or else JAX's default device.
+    """
+    shaped = {name: x for name, x in options.items() if isinstance(x, jax.Array | jax.ShapeDtypeStruct)}
+    fixed = {name: x for name, x in options.items() if name not in shaped}
+    explanations = _Explanations()
+    with _explained(explanations):
+        jax.eval_shape(functools.partial(function, **fixed), *arguments, **shaped)
+    return tuple(explanations.lines)
 
 
 def choose(
@@ -18,18 +49,23 @@ def choose(
     reasons: Mapping[str, Callable[[TargetChip | None], str | None]],
     manual: bool = False,
     by_name: Collection[str] = (),
+    call: CallClass | None = None,
+    direction: Direction = "training",
 ) -> str:
     """Return the name of the implementation to run: "reference" or a key of `reasons`.
 
     Args:
-      operation: its name, for the message.
-      implementation: the one that the caller or else a surrounding `interpreted` requests; None takes the first of
-        `reasons` that supports the call on the target being lowered for, and otherwise the reference. "xla" is the
-        reference where `reasons` has no "xla": there is nothing to tune.
+      operation: its name, for the message and the table of measured implementations.
+      implementation: the one that the caller or else a surrounding `interpreted` requests; None takes, of the nearest
+        row of the table, the fastest that supports the call on the target being lowered for. Without a row it is the
+        first such of `reasons`, and without any the reference. "xla" is the reference where `reasons` has no "xla":
+        there is nothing to tune.
       reasons: for each implementation besides the reference, in order of preference, a function of the target that
         returns None where it supports this call, and otherwise the reason in a few words; that of "xla" gets None.
       manual: whether the operation puts the call inside a shard_map of its own.
-      by_name: implementations in `reasons` that None does not take.
+      by_name: implementations in `reasons` that None takes only where a row of the table has them.
+      call: the class of the call, by which rows are found; None finds none.
+      direction: "training" where the call may be differentiated.
 
     Raises ValueError for an unknown name, NotImplementedError for an implementation that cannot serve.
     """
@@ -54,7 +90,58 @@ def choose(
         if reason := unsupported_reason(implementation):
             raise NotImplementedError(f"{operation}: {implementation} cannot serve this call: {reason}")
         return implementation
-    return next((name for name in reasons if name not in by_name and unsupported_reason(name) is None), "reference")
+    chip = target.current() if reasons.keys() - {"xla"} else None
+    pick = fastest(operation, unsupported_reason, reasons, chip, by_name, call, direction)
+    if (explanations := _explained.value) is not None:
+        explanations.lines[pick.explanation(operation, chip, call, direction)] = None
+    return pick.name
+
+
+class Pick(NamedTuple):
+    """The implementation of a call that names none, the row of the table that chose it, and why others, which are
+    faster or preferred, are refused.
+    """
+
+    name: str
+    row: MeasuredRow | None
+    refused: dict[str, str]
+
+    def explanation(self, operation: str, chip: TargetChip | None, call: CallClass | None, direction: Direction) -> str:
+        """Return the choice and its reason in a line."""
+        without = "".join(f"; not {other}: {reason}" for other, reason in self.refused.items())
+        chosen, here = f"{operation}, {direction}: {self.name}", chip.kind if chip else "any chip"
+        if self.row is None or self.name not in self.row.milliseconds:
+            return f"{chosen}, the first that serves, since no row of the table is of such a call on {here}{without}"
+        which = "the row" if call == self.row.call else f"the row nearest to {call}"
+        borrowed = "" if here == self.row.chip else f"; {here} has no rows, and is of one generation with it"
+        return f"{chosen}, the fastest that serves of {which}: {self.row}{borrowed}{without}"
+
+
+def fastest(
+    operation: str,
+    unsupported_reason: Callable[[str], str | None],
+    names: Collection[str],
+    chip: TargetChip | None,
+    by_name: Collection[str] = (),
+    call: CallClass | None = None,
+    direction: Direction = "training",
+) -> Pick:
+    """Return what None takes on a chip of the implementations `names`, in order of preference; see `choose`."""
+    row = None if call is None or chip is None else measured.nearest(operation, call, direction, chip)
+    refused: dict[str, str] = {}
+    for name in _in_order(row, names, by_name):
+        if name == "reference" or (reason := unsupported_reason(name)) is None:
+            return Pick(name, row, refused)
+        refused[name] = reason
+    return Pick("reference", row, refused)
+
+
+def _in_order(row: MeasuredRow | None, names: Collection[str], by_name: Collection[str]) -> list[str]:
+    """Return the implementations that None may take: those of a row, the fastest first, then others by preference."""
+    # Where an operation has an "xla", its reference is the specification, which may be slow or hold more.
+    known = {*names, *(() if "xla" in names else ("reference",))}
+    timed = [name for name in row.milliseconds if name in known] if row else []
+    return [*timed, *(name for name in names if name not in (*timed, *by_name))]
 
 
 def cannot_lower(implementation: str, chip: TargetChip) -> str | None:

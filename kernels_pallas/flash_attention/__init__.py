@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,13 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.core import checks
-from kernels_pallas.core.choice import choose
+from kernels_pallas.core.choice import cannot_lower, choose, fastest
+from kernels_pallas.core.directions import by_direction
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import KernelCost, KernelCosts, vary
+from kernels_pallas.core.measured import CallClass
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton, xla
 from kernels_pallas.flash_attention.key_range import (
     KeyRange,
@@ -38,10 +41,11 @@ __all__ = [
     "causal",
     "costs",
     "flash_attention",
+    "has_one_backward_kernel",
     "intersection",
+    "kernel_of",
     "packed",
     "prefix_lm",
-    "runs_kernel",
     "shifted",
     "sliding_window",
     "union",
@@ -49,14 +53,12 @@ __all__ = [
 
 KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 IMPLEMENTATIONS = tuple(KERNELS)
-# "mosaic_gpu" is faster than "triton" for some shapes alone (docs/kernels.md, How fast).
-_BY_NAME = ("mosaic_gpu", "cudnn")
+# They are faster than "triton" on some chips for some shapes alone: None takes them where that was measured.
+_WHERE_MEASURED = ("mosaic_gpu", "cudnn")
 
 # A matrix unit's tile has sixteen rows: fewer queries than that are bound by the reading of keys and values, of scores
 # there are few, and XLA reads as fast.
 _FEW_QUERIES = 16
-# The kernel that None takes on the chips of a platform.
-_ON = {"gpu": "triton", "tpu": "mosaic_tpu"}
 # Of the scores that the gradient of a bias holds at a time.
 _SCORES_AT_ONCE = 2**25
 
@@ -74,6 +76,7 @@ def flash_attention(
     bias: jax.Array | None = None,
     return_log_sum_exp: bool = False,
     query_chunk: int | None = None,
+    deterministic: bool = True,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """softmax(cap · tanh(scale · q·kᵀ / cap) + bias) · v over the keys in range (Vaswani et al. 2017, equation 1), in
@@ -98,9 +101,12 @@ def flash_attention(
       return_log_sum_exp: also return log Σ exp(scores) [B, T, N] in float32, with the sink; −∞ where nothing is seen.
       query_chunk: of how many queries the reference may hold the scores at a time; None is all of them. Kernels never
         hold more than a block.
-      implementation: "reference", "xla", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses one of the first
-        four by the chip being lowered for and the shape. "xla" has neither sinks, bias, unions, chunks of queries nor
-        the log-sum-exp. "mosaic_gpu" is for Hopper, and "cudnn" is NVIDIA's, and serves only what means the same there.
+      deterministic: gradients of two runs are bit-equal. Only without this promise is "cudnn" differentiated.
+      implementation: "reference", "xla", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses by the shape and
+        the chip being lowered for: the fastest where they were measured, of a forward pass alone or, where the call is
+        differentiated, of both passes (`kernels_pallas.core.measured`). "xla" has neither sinks, bias, unions, chunks
+        of queries nor the log-sum-exp. "mosaic_gpu" is for Hopper, and "cudnn" is NVIDIA's, and serves only what means
+        the same there.
 
     Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
 
@@ -111,50 +117,152 @@ def flash_attention(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    checks.boolean("flash_attention", is_causal=is_causal, return_log_sum_exp=return_log_sum_exp)
+    checks.boolean("flash_attention", is_causal=is_causal, deterministic=deterministic)
+    checks.boolean("flash_attention", return_log_sum_exp=return_log_sum_exp)
     _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk)
-    operands = Operands(query, key, value, None, None, sinks, bias)
-    reasons = {name: functools.partial(_unsupported_reason, name, operands) for name in IMPLEMENTATIONS}
-    reasons["cudnn"] = lambda chip: cudnn.unsupported_reason(operands, key_range, soft_cap, return_log_sum_exp, chip)
-    reasons["xla"] = lambda chip: xla.unsupported_reason(operands, key_range, return_log_sum_exp, query_chunk)
-    chosen = choose("flash_attention", implementation, reasons, by_name=_BY_NAME)
-    few = requested(implementation) is None and query.shape[1] < _FEW_QUERIES
-    empty = 0 in query.shape or 0 in value.shape  # of nothing there is one result
-    if chosen in ("reference", "xla") or few or empty:
-        tuned = not empty and (chosen == "xla" or (few and reasons["xla"](None) is None))
-        options = dict(key_range=key_range, scale=scale, soft_cap=soft_cap)
-        with _multiplied_as(chosen, query.dtype):
-            if tuned:
-                results = xla.flash_attention(query, key, value, is_causal=is_causal, **options)
-            else:
-                options |= dict(sinks=sinks, bias=bias, query_chunk=query_chunk, return_log_sum_exp=return_log_sum_exp)
-                results = reference.flash_attention(query, key, value, **options)
-        return jax.tree.map(lambda x: checkpoint_name(x, "attention"), results)
+    arrays: tuple = query, key, value, sinks, bias
+    options = _Options(is_causal, scale, soft_cap, query_chunk, return_log_sum_exp)
+    forward, training = _routes(implementation, options, deterministic, key_range, *arrays)
+    if forward == training:
+        return _attend_by(forward, options, key_range, *arrays)
+    if not any(isinstance(x, jax.core.Tracer) for x in key_range or ()):
+        runs = [functools.partial(_attend_by, route, options, key_range) for route in (forward, training)]
+    else:
+        runs = [functools.partial(_attend_by, route, options) for route in (forward, training)]
+        arrays = tuple(key_range), *arrays
+    return by_direction(*runs, *arrays)
 
-    start, end = clipped(key_range, *query.shape[:2], key.shape[1])
-    operands = operands._replace(start=start, end=end)
+
+class _Options(NamedTuple):
+    is_causal: bool
+    scale: float | None
+    soft_cap: float | None
+    query_chunk: int | None
+    return_log_sum_exp: bool
+
+
+class _Route(NamedTuple):
+    """The implementation that runs, and the one whose precision XLA's products have: that of the kernel beside them.
+
+    `refused`: why nothing runs.
+    """
+
+    implementation: str
+    multiplied_as: str
+    refused: str | None = None
+
+
+def _routes(
+    implementation: str | None, options: _Options, deterministic: bool, key_range: Any, query, key, value, sinks, bias
+) -> tuple[_Route, _Route]:
+    """Return how a call runs forward alone, and how it runs where it is differentiated."""
+    operands = Operands(query, key, value, None, None, sinks, bias)
+    soft_cap, log_sum_exp = options.soft_cap, options.return_log_sum_exp
+
+    def by_cudnn(chip: Any) -> str | None:
+        return cudnn.unsupported_reason(operands, key_range, soft_cap, log_sum_exp, chip) or cudnn.is_absent()
+
+    def by_xla(chip: Any = None) -> str | None:
+        return xla.unsupported_reason(operands, key_range, log_sum_exp, options.query_chunk)
+
+    reasons = {name: functools.partial(_unsupported_reason, name, operands) for name in IMPLEMENTATIONS}
+    reasons |= {"cudnn": by_cudnn, "xla": by_xla}
+    pick = functools.partial(
+        choose,
+        "flash_attention",
+        implementation,
+        by_name=_WHERE_MEASURED,
+        call=call_class(query, key, value, key_range),
+    )
+    named, chosen = requested(implementation) is not None, pick(reasons, direction="forward")
+    if 0 in query.shape or 0 in value.shape:  # of nothing there is one result
+        return (_Route("reference", chosen),) * 2
+    if not named and query.shape[1] < _FEW_QUERIES:
+        return (_Route("reference" if by_xla() else "xla", chosen),) * 2
+    if named:
+        refused = cudnn.NOT_DETERMINISTIC if deterministic and chosen == "cudnn" else None
+        return _Route(chosen, chosen), _Route(chosen, chosen, refused)
+    if deterministic:
+        reasons["cudnn"] = lambda chip: by_cudnn(chip) or cudnn.NOT_DETERMINISTIC
+    trained = pick(reasons, direction="training")
+    return _Route(chosen, chosen), _Route(trained, trained)
+
+
+def _attend_by(route: _Route, options: _Options, key_range: Any, query, key, value, sinks, bias) -> Any:
+    """Return attention by one implementation."""
+    is_causal, scale, soft_cap, query_chunk, return_log_sum_exp = options
+    name = route.implementation
+    if route.refused is not None:
+        raise NotImplementedError(f"flash_attention: {name} cannot serve this call: {route.refused}")
+    if name in ("reference", "xla"):
+        named: dict[str, Any] = dict(key_range=key_range, scale=scale, soft_cap=soft_cap)
+        with _multiplied_as(route.multiplied_as, query.dtype):
+            if name == "xla":
+                results = xla.flash_attention(query, key, value, is_causal=is_causal, **named)
+            else:
+                named |= dict(sinks=sinks, bias=bias, query_chunk=query_chunk, return_log_sum_exp=return_log_sum_exp)
+                results = reference.flash_attention(query, key, value, **named)
+        return jax.tree.map(lambda x: checkpoint_name(x, "attention"), results)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if chosen == "cudnn":
+    operands = Operands(query, key, value, None, None, sinks, bias)
+    if name == "cudnn":
         return cudnn.flash_attention(operands, key_range, scale)
+    out, log_sum_exp = _by_kernels(name, operands, key_range, scale, soft_cap)
+    return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
+
+
+def _by_kernels(
+    implementation: str, operands: Operands, key_range: Any, scale: float, soft_cap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output [B, T, N, V] and log-sum-exp [B, N, T] by one of KERNELS."""
+    start, end = clipped(key_range, *operands.query.shape[:2], operands.key.shape[1])
+    operands = operands._replace(start=start, end=end)
     soft_cap = None if soft_cap is None else float(soft_cap)
     seen, known = unmasked_scores(key_range, *operands.sizes[:3]), [None] * len(operands.start)
     if array_module(*operands[3:5]) is np:
         known = itertools.starmap(KeyRange, zip(*operands[3:5], strict=True))
         operands = operands._replace(start=None, end=None)
-    settings = tuple(FlashSettings(scale, soft_cap, *each, chosen) for each in zip(seen, known, strict=True))
-    out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
-    return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
+    settings = tuple(FlashSettings(scale, soft_cap, *each, implementation) for each in zip(seen, known, strict=True))
+    return _attend(settings, Operands(*vary(*operands)))
 
 
-def runs_kernel(platform: str, query: Any, key: Any, value: Any) -> bool:
-    """Return whether None takes a kernel on the chips of a platform, "gpu" or "tpu", that one is compiled for.
+def call_class(query: Any, key: Any, value: Any, key_range: Any) -> CallClass:
+    """Return the class by which a call's measurements are found, of arrays or of shapes and dtypes."""
+    (T, H), (S, V) = (query.shape[1], query.shape[3]), (key.shape[1], value.shape[3])
+    masks = {True: "causal", False: "full", None: "intervals"}
+    return CallClass(max(H, V), T * S, 8 * query.dtype.itemsize, masks[cudnn.is_causal(key_range, T, S)])
+
+
+def kernel_of(
+    chip: TargetChip, query: Any, key: Any, value: Any, *, training: bool, key_range: Any, deterministic: bool
+) -> str | None:
+    """Return the kernel, or "cudnn", that None takes on a chip, which need not be here; None where XLA computes.
 
     Args:
-      query, key, value: arrays, or shapes and dtypes.
+      query, key, value, key_range: arrays, or shapes and dtypes; a mask of these is not known while tracing.
+      training: the call is differentiated. deterministic: as of `flash_attention`.
     """
-    if platform not in _ON or query.shape[1] < _FEW_QUERIES:
-        return False
-    return _unsupported_reason(_ON[platform], Operands(query, key, value, None, None, None, None), None) is None
+    if query.shape[1] < _FEW_QUERIES:
+        return None
+    operands = Operands(query, key, value, None, None, None, None)
+
+    def unsupported_reason(name: str) -> str | None:
+        if name == "cudnn":
+            refused = cudnn.NOT_DETERMINISTIC if training and deterministic else None
+            return cudnn.unsupported_reason(operands, key_range, None, False, chip) or refused
+        return cannot_lower(name, chip) or _unsupported_reason(name, operands, chip)
+
+    call, direction = call_class(query, key, value, key_range), "training" if training else "forward"
+    names = *IMPLEMENTATIONS, "cudnn"
+    pick = fastest("flash_attention", unsupported_reason, names, chip, _WHERE_MEASURED, call, direction)
+    return pick.name if pick.name in names else None
+
+
+def has_one_backward_kernel(implementation: str | None, query: Any, key: Any, value: Any) -> bool:
+    """Return whether an implementation computes all gradients in one kernel, from scores that it computes once."""
+    if implementation == "mosaic_gpu":
+        return mosaic_gpu_backward.serves(Operands(query, key, value, None, None, None, None))
+    return implementation not in ("triton", "mosaic_tpu")
 
 
 def costs(
@@ -177,8 +285,7 @@ def costs(
     seen = unmasked_scores(key_range, *query.shape[:2], key.shape[1])
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
     calls = Operands(query, key, value, rows, rows, sinks, bias).by_interval()
-    falls_back = implementation == "mosaic_gpu" and not mosaic_gpu_backward.serves(calls[0])
-    at_once = implementation not in ("triton", "mosaic_tpu") and not falls_back
+    at_once = has_one_backward_kernel(implementation, query, key, value)
     each = [call.costs(scores, at_once) for call, scores in zip(calls, seen, strict=True)]
     return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 

@@ -1,13 +1,18 @@
 """Test cases of attention."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from kernels_pallas import flash_attention as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
+from kernels_pallas.core.measured import CallClass
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     KERNELS,
     KeyRange,
+    call_class,
     causal,
     costs,
     intersection,
@@ -244,6 +249,18 @@ def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     return KERNELS[implementation].unsupported_reason(operands) is None
 
 
+def _classify(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> CallClass:
+    return call_class(*(arrays[name] for name in ("query", "key", "value")), options.get("key_range"))
+
+
 OPERATION = KernelOperation(
-    function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("xla", "cudnn"), _serves
+    function,
+    reference.flash_attention,
+    IMPLEMENTATIONS,
+    CASES,
+    costs,
+    ("xla", "cudnn"),
+    _serves,
+    timed_with={"cudnn": {"deterministic": False}},
+    classify=_classify,
 )

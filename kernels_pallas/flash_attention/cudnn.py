@@ -8,6 +8,10 @@ import numpy as np
 from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.operands import Operands
 
+# XLA asks cuDNN for another algorithm backward only where the flags of the whole program do
+# (xla_gpu_deterministic_ops, xla_gpu_exclude_nondeterministic_ops), which also switch off autotuning or Triton.
+NOT_DETERMINISTIC = "its gradients differ from run to run in the last bits, which deterministic=False allows"
+
 
 def unsupported_reason(
     operands: Operands, key_range: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: TargetChip
@@ -31,6 +35,11 @@ def unsupported_reason(
     return None
 
 
+def is_absent() -> str | None:
+    """Return why cuDNN cannot be compiled here, or None: XLA asks the chip for its plans."""
+    return None if jax.default_backend() == "gpu" else "it cannot be compiled ahead of time, and there is no GPU here"
+
+
 def flash_attention(operands: Operands, key_range: Any, scale: float) -> jax.Array:
     """Return the output [B, T, N, V]."""
     causal = bool(is_causal(key_range, *operands.sizes[1:3]))
@@ -44,7 +53,9 @@ def is_causal(key_range: Any, T: int, S: int) -> bool | None:
     """
     if key_range is None:
         return False
-    if any(isinstance(x, jax.core.Tracer) or x.ndim == 3 for x in key_range):
+    if any(not isinstance(x, np.ndarray | jax.Array) or isinstance(x, jax.core.Tracer) for x in key_range):
+        return None
+    if any(x.ndim == 3 for x in key_range):
         return None
     start, end = (np.asarray(x) for x in key_range)
     if np.all(start <= 0) and np.all(end >= S):

@@ -27,6 +27,7 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import vary
+from kernels_pallas.core.measured import CallClass
 from kernels_pallas.core.target import TargetChip
 from kernels_pallas.linear_cross_entropy import chunks, loop, reference, xla
 from kernels_pallas.linear_cross_entropy.costs import costs as costs
@@ -215,7 +216,8 @@ def _choose(
     assert reasons.keys() == KERNELS.keys()
     few = requested(implementation) is None and logits < chunks.WORTHWHILE
     reasons = ({} if few else reasons) | {"xla": unsupported_reason}
-    return choose("linear_cross_entropy", implementation, reasons, manual=bool(sharding.specs))
+    call, manual = CallClass.of_rows(hidden), bool(sharding.specs)
+    return choose("linear_cross_entropy", implementation, reasons, manual=manual, call=call)
 
 
 def _check(

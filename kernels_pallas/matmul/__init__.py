@@ -17,6 +17,7 @@ from kernels_pallas.core import activations, checks, rows
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
+from kernels_pallas.core.measured import CallClass
 from kernels_pallas.core.target import TargetChip
 from kernels_pallas.matmul import mosaic_tpu, reference, triton
 from kernels_pallas.matmul.tiles import MatmulProduct
@@ -64,7 +65,7 @@ def matmul(
     _check(a, b, bias, residual)
     activations.check("matmul", activation)
     reasons = {name: functools.partial(_unsupported_reason, name, a) for name in _RUN}
-    chosen = choose("matmul", implementation, reasons)
+    chosen = choose("matmul", implementation, reasons, call=CallClass.of_rows(a))
     if chosen == "reference" or 0 in (a.size, b.size):
         return reference.matmul(a, b, bias, residual, activation=activation)
     shape = (*a.shape[:-1], b.shape[1])

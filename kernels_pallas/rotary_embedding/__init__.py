@@ -10,6 +10,7 @@ from kernels_pallas.core import checks, rows
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
+from kernels_pallas.core.measured import CallClass
 from kernels_pallas.rotary_embedding import mosaic_tpu, reference, triton
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
@@ -41,7 +42,7 @@ def rotary_embedding(
     """
     _check(x, cos, sin, interleaved)
     serves = functools.partial(rows.unsupported_reason, x, max_width=None)
-    chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves))
+    chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves), call=CallClass.of_rows(x))
     if chosen == "reference" or x.size == 0:
         return reference.rotary_embedding(x, cos, sin, interleaved=interleaved)
     shape = _shape_of_angles(cos, sin)

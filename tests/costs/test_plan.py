@@ -24,6 +24,7 @@ from jaxlm.costs.counted.cache import kv_bytes_per_token
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.counted.memory import memory, trained
 from jaxlm.costs.counted.parameters import parameters
+from jaxlm.costs.hardware.catalog import of_kind
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
@@ -114,7 +115,7 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         cost = counted(experiment)
-    ops = operations.step(Workload.of(experiment))
+    ops = operations.step(Workload.of(experiment).on(of_kind(chip)))
     assert cost.matmul_flops == sum(op.times * op.flops for op in ops if not op.kernel)
     assert cost.kernel_flops == sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel)
     launched = cost.of(kind="kernel")

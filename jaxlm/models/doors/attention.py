@@ -26,8 +26,9 @@ from jaxlm.models.logical_axes import HEADS, KV_HEADS
 from jaxlm.models.views import CacheView, PagedView
 from jaxlm.parallel.partition import constrain
 from kernels_pallas import flash_attention
+from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCosts
-from kernels_pallas.flash_attention import causal_chunks, costs, runs_kernel
+from kernels_pallas.flash_attention import causal_chunks, costs, has_one_backward_kernel, kernel_of
 
 
 def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> tuple[jax.Array, ...]:
@@ -73,7 +74,7 @@ def _declare(local: Local) -> DoorCost:
     query, key, value = local.operands[:3]
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     sizes = _Sizes(B, T, S, K, N // K, H, value.shape[-1])
-    kernel = _kernel_costs(local.platform, sizes, query.dtype) if local.kernels else None
+    kernel = _kernel(local.platform, local.device_kind, local.training, sizes, query.dtype) if local.kernels else None
     return _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
 
 
@@ -95,16 +96,19 @@ def _products(sizes: _Sizes, queries: int, keys: int, visible: VisibleFraction) 
     )
 
 
-def _by_kernel(local: Local, sizes: _Sizes, costs: KernelCosts) -> DoorCost:
-    """Return the cost of attention in a kernel: one for the queries' gradient, one for the keys' and the values'. Both
-    compute scores again, and the gradient of the weights, which is the first of the second product's."""
+def _by_kernel(local: Local, sizes: _Sizes, kernel: "_Kernel") -> DoorCost:
+    """Return the cost of attention in a kernel, whose backward pass computes the scores again.
+
+    Where one kernel gives the queries' gradient and one the keys' and the values', both do, and compute the gradient of
+    the weights, which is the first of the second product's.
+    """
     (result,) = local.results
     first, second = _products(sizes, sizes.T, sizes.S, visible_fraction(sizes.T, sizes.S, local.options["window"]))
     weights = second._replace(product=second.product.gradients()[0])
     log_sums = 4 * math.prod(result.shape[:-1])
     return DoorCost(
         products=(first, second),
-        kernel=ProductKernel(costs, (first, first, weights)),
+        kernel=ProductKernel(kernel.costs, (first,) if kernel.is_one_backward else (first, first, weights)),
         # The kernel has its result in another order than the product that reads it.
         saved=Saved((0, 1, 2), (0,), bytes=result.bytes, with_result=log_sums),
     )
@@ -152,16 +156,32 @@ def _workspace(local: Local, scores: int) -> Workspace:
     return Workspace(scores * forward + attended, backward + scores * weights, (scores * keeping + attended, backward))
 
 
+class _Kernel(NamedTuple):
+    """The cost of a kernel with all scores visible, and whether it computes all gradients at once."""
+
+    costs: KernelCosts
+    is_one_backward: bool
+
+
+# Chips whose kernels all others of the platform have.
+_ANY_CHIP = {"gpu": "NVIDIA A100-SXM4-80GB", "tpu": "TPU v5"}
+
+
 @functools.lru_cache(maxsize=1024)
-def _kernel_costs(platform: str, sizes: _Sizes, dtype: str) -> KernelCosts | None:
-    """Return the cost of the kernel with all scores visible; None if XLA runs it instead: with few queries, or with a
-    head dim that the platform's kernel does not take."""
+def _kernel(platform: str, device_kind: str | None, training: bool, sizes: _Sizes, dtype: str) -> _Kernel | None:
+    """Return the kernel that runs on a chip; None if XLA computes instead: with few queries, or with a head dim that no
+    kernel of the chip takes."""
+    if platform == "cpu":
+        return None
     B, T, S, K, G, H, V = sizes
     shapes = (B, T, K * G, H), (B, S, K, H), (B, S, K, V)
     query, key, value = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    if not runs_kernel(platform, query, key, value):
+    mask = (jax.ShapeDtypeStruct((B, T), "int32"),) * 2  # known only at run time
+    chip = target.of_kind(platform, device_kind or _ANY_CHIP[platform])
+    name = kernel_of(chip, query, key, value, training=training, key_range=mask, deterministic=True)
+    if name is None:
         return None
-    return costs(query, key, value, implementation="triton")  # kernels for TPUs cost the same
+    return _Kernel(costs(query, key, value, implementation=name), has_one_backward_kernel(name, query, key, value))
 
 
 def attention(

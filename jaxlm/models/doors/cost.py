@@ -71,6 +71,7 @@ class Local(NamedTuple):
 
     Attributes:
       settings: the options of the door's signature.
+      device_kind: JAX's name of the chip's devices; None: any of the platform.
       kernels: whether kernels of kernels_pallas run, wherever they serve.
       sections: the sections of an engine step's rows, each with what its rows read in all steps of that shape; none in
         training.
@@ -80,6 +81,7 @@ class Local(NamedTuple):
     results: tuple[LocalArray, ...]
     settings: tuple[tuple[str, Any], ...]
     platform: Literal["gpu", "tpu", "cpu"]
+    device_kind: str | None
     kernels: bool
     training: bool
     sections: tuple[SectionReads | UnpaddedReads, ...] = ()

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
+from kernels_pallas.core.measured import CallClass
 from kernels_pallas.core.rows import mosaic_tpu, triton
 from kernels_pallas.core.target import TargetChip
 
@@ -73,7 +74,7 @@ def choose_kernel(
     """
     serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
     reasons = dict.fromkeys(IMPLEMENTATIONS, serves) | ({"xla": lambda chip: None} if tuned_for_xla else {})
-    chosen = choose(body.name, implementation, reasons)
+    chosen = choose(body.name, implementation, reasons, call=CallClass.of_rows(x))
     # Empty operands have the same result in every implementation.
     return None if chosen == "reference" or x.size == 0 else chosen
 

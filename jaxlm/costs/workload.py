@@ -206,9 +206,9 @@ class Workload:
         return BYTES[self.dtype]
 
     @property
-    def target(self) -> tuple[str, str | None, bool]:
-        """The platform, JAX's name of its devices, and whether kernels run: as a door is told."""
-        return self.platform, self.device_kind, self.runs_kernels
+    def target(self) -> tuple[str, str | None, bool, bool]:
+        """The platform, JAX's name of its devices, and whether kernels run and are deterministic: as a door is told."""
+        return self.platform, self.device_kind, self.runs_kernels, self.execution.deterministic
 
     @property
     def runs_kernels(self) -> bool:

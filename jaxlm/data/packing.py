@@ -103,6 +103,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows) - 1
 
+    @property
+    def is_one_document(self) -> bool:
+        """True if every row holds a piece of one document alone, perhaps with padding behind it."""
+        return len(self._pieces) == len(self)
+
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """Return int32 [T] arrays of a row.
 
@@ -159,6 +164,11 @@ class PreferenceRows:
 
     def __len__(self) -> int:
         return len(self._pairs)
+
+    @property
+    def is_one_document(self) -> bool:
+        """False: a row holds two conversations."""
+        return False
 
     def lengths(self, row: int) -> tuple[int, int]:
         """Return the number of targets of the chosen and the rejected conversation."""

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jaxlm.models.doors.scan import ChunkRows, Recurrence, TokenArray, scan
 from jaxlm.models.logical_axes import Axes
+from jaxlm.models.masks import Mask
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.models.views import CacheView, PagedView
-from kernels_pallas.flash_attention import KeyRange
 
 
 class Slot(NamedTuple):
@@ -105,7 +105,7 @@ class OwnTokens(NamedTuple):
     """A layer's cache that holds the tokens of this pass alone."""
 
     arrays: dict[str, jax.Array] = {}
-    key_range: KeyRange | None = None
+    key_range: Mask | None = None
 
     def update(self, rows: RowContext, **new: jax.Array) -> Self:
         """Hold the new arrays."""

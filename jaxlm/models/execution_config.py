@@ -33,6 +33,9 @@ class ExecutionConfig(Section):
     them. In training, parameters, gradients summed over microbatches and optimizer state are float32."""
     kernels: Kernels = "auto"
     """Run the kernels of kernels_pallas on GPUs and TPUs ("auto"), or leave everything to XLA."""
+    deterministic: bool = True
+    """Let "auto" train with kernels alone whose gradients are bit-equal in each run. Without it attention on a GPU may
+    be cuDNN's, where it was measured to be faster and the mask allows it."""
     remat: Remat = "none"
     """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
     activations named, such as ["query", "up"]."""

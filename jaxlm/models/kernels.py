@@ -13,14 +13,22 @@ from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation
 
 # A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.
-_chosen = jax.make_user_context("auto")
+_chosen: Any = jax.make_user_context(("auto", True))
 
 
 @contextlib.contextmanager
-def using_kernels(kernels: Kernels) -> Iterator[None]:
-    """Trace models inside with this choice of kernels, also as a decorator; outside it is "auto"."""
-    with _chosen(kernels):
+def using_kernels(kernels: Kernels, deterministic: bool = True) -> Iterator[None]:
+    """Trace models inside with this choice of kernels, also as a decorator; outside it is "auto".
+
+    `deterministic`: gradients of kernels are bit-equal in each run.
+    """
+    with _chosen((kernels, deterministic)):
         yield
+
+
+def deterministic() -> bool:
+    """Return whether gradients of kernels have to be bit-equal in each run."""
+    return _chosen.value[1]
 
 
 def implementation() -> str | None:
@@ -31,7 +39,7 @@ def implementation() -> str | None:
     # The mesh knows the chip, and asks no backend; whoever runs a model on a chip has set a mesh.
     device = jax.sharding.get_abstract_mesh().abstract_device
     on_chip = device is not None and device.platform != "cpu"
-    return None if _chosen.value != "xla" and (interpretation.current() is not None or on_chip) else "xla"
+    return None if _chosen.value[0] != "xla" and (interpretation.current() is not None or on_chip) else "xla"
 
 
 def run(operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:

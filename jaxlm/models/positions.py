@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxlm.models import config
 from jaxlm.models.doors import Dropout, RopeTable
+from jaxlm.models.masks import Mask, OneDocumentMask
 from jaxlm.models.position_config import (
     DynamicScalingConfig,
     LinearScalingConfig,
@@ -27,7 +28,7 @@ def packed_causal_mask(positions_BT: jax.Array) -> KeyRange:
     return KeyRange(index_BT - positions_BT, index_BT + 1)
 
 
-def sliding_window_mask(size: int, key_range: KeyRange) -> KeyRange:
+def sliding_window_mask(size: int, key_range: Mask) -> KeyRange:
     """Return the last `size` keys of each token's interval, int32 [B, T]."""
     return KeyRange(jnp.maximum(key_range.start, key_range.end - size), key_range.end)
 
@@ -62,12 +63,14 @@ class LayerRows:
         self,
         model: config.ModelConfig,
         positions_BT: jax.Array,
-        key_range: KeyRange,
+        key_range: Mask,
         dropout: Dropout,
         length_BT: jax.Array | None = None,
     ):
         self._dropout, self._positions_BT = dropout, positions_BT
-        self._masks: dict[int | None, KeyRange] = {None: key_range}
+        if isinstance(key_range, OneDocumentMask) and any(block.window is not None for block in model.layers):
+            key_range = packed_causal_mask(positions_BT)  # layers select among arrays
+        self._masks: dict[int | None, Mask] = {None: key_range}
         self._tables: dict[tuple, RopeTable] = {}
         if length_BT is None:
             length_BT = document_lengths(positions_BT, key_range)
@@ -95,12 +98,12 @@ def _select(which: jax.Array, cases: Sequence[Any]) -> Any:
     return jax.tree.map(select, *cases)
 
 
-def document_lengths(positions_BT: jax.Array, key_range: KeyRange) -> jax.Array:
+def document_lengths(positions_BT: jax.Array, key_range: Mask) -> jax.Array:
     """Return the tokens of each token's document up to the last one of its row, int32 [B, T].
 
     Tokens that see nothing are padding, and do not count.
     """
-    is_token_BT = (key_range.end > key_range.start).astype(jnp.int32)
+    is_token_BT = jnp.broadcast_to(key_range.end > key_range.start, positions_BT.shape).astype(jnp.int32)
     total_BT = jnp.cumsum(is_token_BT, axis=1)
     before_BT = total_BT - is_token_BT  # tokens of the row before each
     begins_BT = jnp.where(positions_BT == 0, before_BT, total_BT[:, -1:])

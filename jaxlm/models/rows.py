@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxlm.models.config import BlockConfig
 from jaxlm.models.doors import Dropout, RopeTable
-from kernels_pallas.flash_attention import KeyRange
+from jaxlm.models.masks import Mask
 
 
 class LayerIndex(NamedTuple):
@@ -31,14 +32,14 @@ class RowContext(NamedTuple):
     """
 
     positions_BT: jax.Array
-    key_range: KeyRange
+    key_range: Mask
     rope: RopeTable | None
     dropout: Dropout
 
     @property
     def is_token_BT(self) -> jax.Array:
         """True where there is a token, [B, T]: padding sees no key."""
-        return self.key_range.end > self.key_range.start
+        return jnp.broadcast_to(self.key_range.end > self.key_range.start, self.positions_BT.shape)
 
     @property
     def begins_BT(self) -> jax.Array:

@@ -16,12 +16,12 @@ from jaxlm.models.doors import Dropout, add, look_up, scale
 from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import copied, through
+from jaxlm.models.masks import Mask
 from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
 from jaxlm.models.rows import Auxiliary, LayerIndex, RowContext
 from jaxlm.models.stacks import Groups, grouped
-from kernels_pallas.flash_attention import KeyRange
 
 
 class Block(Module):
@@ -125,7 +125,7 @@ class Transformer(Module):
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        key_range: KeyRange,
+        key_range: Mask,
         *,
         cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),
@@ -148,7 +148,7 @@ class Transformer(Module):
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        key_range: KeyRange,
+        key_range: Mask,
         *,
         cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models.masks import Mask
 from kernels_pallas.flash_attention import KeyRange
 
 
@@ -19,7 +20,7 @@ class CacheView(NamedTuple):
     """
 
     arrays: dict[str, jax.Array]
-    key_range: KeyRange | None = None
+    key_range: Mask | None = None
     is_causal: bool = False
 
 

@@ -97,7 +97,10 @@ class Trainer:
             self._rows = [(rows_of(source.train, sequence), source.weight) for source in sources.values()]
             self._held_out_rows = {name: rows_of(source.held_out, sequence) for name, source in sources.items()}
         self._epoch_rows = sum(len(rows) for rows, _ in self._rows)
-        self._step = TrainStep.of(settings)
+        one_document = all(rows.is_one_document for rows, _ in self._rows)
+        if one_document:
+            start.display.say("each row is a piece of one document: attention's mask is known before tracing")
+        self._step = TrainStep.of(settings, one_document)
         self._programs = self._step.jitted(mesh)
 
         self._shapes = jax.eval_shape(self._step.init)._replace(base={})

@@ -18,6 +18,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.masks import OneDocumentMask
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.tree import Tree
@@ -63,7 +64,8 @@ class TrainStep:
 
     The objective is that of text unless `dpo` is given. With `lora`, adapters alone are trained, and are the
     `parameters` of the state. Under microbatches the loss is still the sum over the whole batch, divided by what the
-    objective counts in it.
+    objective counts in it. `one_document` promises that each row of the batches to train on is a piece of one document,
+    so that attention's mask is known while tracing.
 
     Raises InputError where a pattern of `optimizer.groups` or `lora.targets` decides nothing.
     """
@@ -75,13 +77,14 @@ class TrainStep:
     dpo: DPOConfig | None = None
     lora: LoraConfig | None = None
     of_text: ObjectiveConfig = NextTokenConfig()
+    one_document: bool = False
 
     def __post_init__(self) -> None:
         _ = self._transform, self._mask_frozen  # which check the patterns
 
     @classmethod
-    def of(cls, settings: RunConfig) -> "TrainStep":
-        """Return the step of a run with these settings."""
+    def of(cls, settings: RunConfig, one_document: bool = False) -> "TrainStep":
+        """Return the step of a run with these settings, on rows that are one document each or not."""
         return cls(
             settings.model,
             settings.execution,
@@ -90,6 +93,7 @@ class TrainStep:
             settings.dpo,
             settings.lora,
             settings.objective,
+            one_document,
         )
 
     def init(self) -> TrainState:
@@ -103,14 +107,23 @@ class TrainStep:
         return self._first_state(self._initial_weights()[0], weights)
 
     def loss_sums(
-        self, parameters: Tree, batch: Batch, dropout: Dropout, objective: Objective | None = None
+        self,
+        parameters: Tree,
+        batch: Batch,
+        dropout: Dropout,
+        objective: Objective | None = None,
+        one_document: bool = False,
     ) -> Auxiliary:
-        """Return the terms of the objective, or of another, and statistics, each summed over what it counts."""
+        """Return the terms of the objective, or of another, and statistics, each summed over what it counts.
+
+        `one_document`: each row is a piece of one document.
+        """
         objective = objective or self.objective
         module = nnx.merge(self._graph, parameters)
         positions = batch["positions"]
+        mask = OneDocumentMask(positions.shape[1]) if one_document else packed_causal_mask(positions)
         hidden, _, of_layers = module.hidden(
-            batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=self.execution
+            batch["tokens"], positions, mask, dropout=dropout, execution=self.execution
         )
         count = objective.count(batch).astype(jnp.float32)
         losses = {name: count * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
@@ -143,7 +156,7 @@ class TrainStep:
         `z_loss`, the mean term that was added to the loss, and what layers and other objectives return
         (`jaxlm.models.rows.Auxiliary`).
         """
-        with kernels.using_kernels(self.execution.kernels):
+        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
             terms, grads, targets = self.gradients(state, batch)
             grads = self._mask_frozen(grads)
             grad_norm = optax.tree.norm(grads)
@@ -181,14 +194,14 @@ class TrainStep:
         """Return the sum of the losses and their number, of parameters with those of the base. Of text it is the
         cross-entropy, whatever the objective is, so that runs can be compared."""
         objective = self.objective if self.dpo is not None else NextToken(self.training.z_loss)
-        with kernels.using_kernels(self.execution.kernels):
+        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
             terms = self.loss_sums(cast(parameters, self._dtype), batch, Dropout(), objective)
             return terms.losses["loss"], objective.count(batch)
 
     def preference_logprobs(self, parameters: Tree, batch: Batch) -> jax.Array:
         """Return ln p of the chosen and of the rejected answers, float32 [B, 2], as `objectives` does, of parameters
         with those of the base."""
-        with kernels.using_kernels(self.execution.kernels):
+        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
             module = nnx.merge(self._graph, cast(parameters, self._dtype))
             positions = batch["positions"]
             mask, execution = packed_causal_mask(positions), self.execution
@@ -202,7 +215,7 @@ class TrainStep:
         layer, [L]. It is a program of its own, so that looking changes no rounding in `train` and costs nothing on
         other steps.
         """
-        with kernels.using_kernels(self.execution.kernels):
+        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
             _, grads, targets = self.gradients(state, batch)
             module = nnx.merge(self._graph, model_tree.joined(cast(state.parameters, self._dtype), state.base))
             squares_ML = jax.lax.map(
@@ -296,7 +309,8 @@ class TrainStep:
         dropout = Dropout(self.training.dropout, jax.random.fold_in(key, index))
 
         def loss(parameters: Tree, base: Tree) -> tuple[jax.Array, Auxiliary]:
-            sums = self.loss_sums(model_tree.joined(parameters, base), batch, dropout)
+            whole = model_tree.joined(parameters, base)
+            sums = self.loss_sums(whole, batch, dropout, one_document=self.one_document)
             terms = jax.tree.map(lambda term: term * scale, sums)
             return sum(terms.losses.values()), terms
 

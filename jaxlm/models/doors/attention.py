@@ -23,6 +23,7 @@ from jaxlm.models.doors.cost import (
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.paged_attention import paged_attention, visible_fraction
 from jaxlm.models.logical_axes import HEADS, KV_HEADS
+from jaxlm.models.masks import OneDocumentMask
 from jaxlm.models.views import CacheView, PagedView
 from jaxlm.parallel.partition import constrain
 from kernels_pallas import flash_attention
@@ -40,6 +41,8 @@ def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Arra
 def _operands(query_BTNH: jax.Array, view: CacheView) -> list[tuple[jax.Array, Any]]:
     assert view.key_range is not None, "the cache is updated before attention reads it"
     arrays = (query_BTNH, HEADS), (view.arrays["key"], KV_HEADS), (view.arrays["value"], KV_HEADS)
+    if isinstance(view.key_range, OneDocumentMask):
+        return list(arrays)
     return [*arrays, *((x_BT, HEADS[:2]) for x_BT in view.key_range)]
 
 
@@ -74,7 +77,8 @@ def _declare(local: Local) -> DoorCost:
     query, key, value = local.operands[:3]
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     sizes = _Sizes(B, T, S, K, N // K, H, value.shape[-1])
-    kernel = _kernel(local.platform, local.device_kind, local.training, sizes, query.dtype) if local.kernels else None
+    use = _KernelUse(local.platform, local.device_kind, local.training, local.deterministic, query.dtype)
+    kernel = _kernel(use, sizes) if local.kernels else None
     return _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
 
 
@@ -167,10 +171,21 @@ class _Kernel(NamedTuple):
 _ANY_CHIP = {"gpu": "NVIDIA A100-SXM4-80GB", "tpu": "TPU v5"}
 
 
+class _KernelUse(NamedTuple):
+    """A call's chip, direction, promise and dtype, by which its kernel is chosen."""
+
+    platform: str
+    device_kind: str | None
+    training: bool
+    deterministic: bool
+    dtype: str
+
+
 @functools.lru_cache(maxsize=1024)
-def _kernel(platform: str, device_kind: str | None, training: bool, sizes: _Sizes, dtype: str) -> _Kernel | None:
+def _kernel(use: _KernelUse, sizes: _Sizes) -> _Kernel | None:
     """Return the kernel that runs on a chip; None if XLA computes instead: with few queries, or with a head dim that no
     kernel of the chip takes."""
+    platform, device_kind, training, deterministic, dtype = use
     if platform == "cpu":
         return None
     B, T, S, K, G, H, V = sizes
@@ -178,7 +193,7 @@ def _kernel(platform: str, device_kind: str | None, training: bool, sizes: _Size
     query, key, value = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     mask = (jax.ShapeDtypeStruct((B, T), "int32"),) * 2  # known only at run time
     chip = target.of_kind(platform, device_kind or _ANY_CHIP[platform])
-    name = kernel_of(chip, query, key, value, training=training, key_range=mask, deterministic=True)
+    name = kernel_of(chip, query, key, value, training=training, key_range=mask, deterministic=deterministic)
     if name is None:
         return None
     return _Kernel(costs(query, key, value, implementation=name), has_one_backward_kernel(name, query, key, value))
@@ -210,8 +225,12 @@ def _attention(
 ) -> jax.Array:
     """Return attention over whole slots (`kernels_pallas.flash_attention`)."""
 
-    def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **options: Any) -> Any:
-        return flash_attention(query, key, value, key_range=(start, end), **options)
+    known = view.key_range if isinstance(view.key_range, OneDocumentMask) else None
+
+    def operation(query: Any, key: Any, value: Any, *traced: Any, **options: Any) -> Any:
+        key_range = traced if known is None else (known.start, known.end)
+        return flash_attention(query, key, value, key_range=key_range, **options)
 
     options = {"is_causal": view.is_causal, "scale": scale, "soft_cap": soft_cap}
+    options["deterministic"] = kernels.deterministic()
     return kernels.run(operation, *_operands(query_BTNH, view), **options)

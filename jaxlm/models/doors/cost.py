@@ -73,6 +73,7 @@ class Local(NamedTuple):
       settings: the options of the door's signature.
       device_kind: JAX's name of the chip's devices; None: any of the platform.
       kernels: whether kernels of kernels_pallas run, wherever they serve.
+      deterministic: whether their gradients have to be bit-equal in each run.
       sections: the sections of an engine step's rows, each with what its rows read in all steps of that shape; none in
         training.
     """
@@ -83,6 +84,7 @@ class Local(NamedTuple):
     platform: Literal["gpu", "tpu", "cpu"]
     device_kind: str | None
     kernels: bool
+    deterministic: bool
     training: bool
     sections: tuple[SectionReads | UnpaddedReads, ...] = ()
 

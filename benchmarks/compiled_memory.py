@@ -29,6 +29,7 @@ from jaxlm.config import SIZE_KEYS, Experiment
 from jaxlm.core import accelerators
 from jaxlm.costs.counted.memory import Memory, memory
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.layer_loops import resolved, with_choice
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
@@ -67,9 +68,14 @@ class MemoryCase:
             ROOT / "configs" / "models" / f"{self.model}.toml", [*sizes, "execution.kernels=xla", *self.overrides]
         )
 
+    def work(self) -> Workload:
+        """Return the workload of the step on its chips, with the choice of a loop over layers."""
+        chip = Target.parse(self.on).chip
+        return resolved(Workload.of(self.load(), self.layout, self.kind).on(chip), chip.device_capacity())
+
     def counted(self) -> Memory:
         """Return the closed-form memory of one device."""
-        return memory(Workload.of(self.load(), self.layout, self.kind).on(Target.parse(self.on).chip))
+        return memory(self.work())
 
 
 def _cases() -> Iterator[MemoryCase]:
@@ -219,7 +225,7 @@ def programs_of(case: MemoryCase) -> "StepPrograms":
     accelerators.choose()
     devices = targets.devices(Target.parse(case.on))
     mesh = make_mesh(case.layout, devices)
-    return step_programs(case.load(), case.kind, mesh)
+    return step_programs(with_choice(case.load(), case.work()), case.kind, mesh)
 
 
 def compiled(case: MemoryCase) -> dict[str, int]:

@@ -43,6 +43,7 @@ def main() -> None:
 
     import jax
 
+    from jaxlm.costs.layer_loops import experiment_on
     from jaxlm.data.dataset import prepare
     from jaxlm.data.loader import training_batches
     from jaxlm.data.packing import Rows
@@ -63,7 +64,8 @@ def main() -> None:
     host = next(batches)
 
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
-        steps = TrainStep(experiment.model, experiment.execution, training, experiment.optimizer).jitted(mesh)
+        execution = experiment_on(experiment, mesh).execution
+        steps = TrainStep(experiment.model, execution, training, experiment.optimizer).jitted(mesh)
         state, batch = steps.init(), put_batch(host, mesh)
         program = steps.train.lower(state, batch).compile()
         metrics = None

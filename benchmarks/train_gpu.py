@@ -127,7 +127,9 @@ def counted_step(experiment: Experiment, device: str | None) -> dict[str, float]
         return None
     (plan,), _ = api.plan(experiment, f"{known.id}:1")
     return {
+        "scan_layers": plan.layers.in_loop,
         "lower_bound_s": plan.time.lower_bound,
+        "expected_s": plan.time.expected,
         "upper_bound_s": plan.time.upper_bound,
         "memory_bytes": plan.memory.total,
     }

@@ -15,6 +15,7 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     import numpy as np
 
     from jaxlm import config
+    from jaxlm.costs.layer_loops import experiment_on
     from jaxlm.parallel.batches import put_batch
     from jaxlm.parallel.devices import mesh_here
     from jaxlm.training.step import TrainStep
@@ -23,7 +24,8 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     shape = training.batch, training.sequence
     mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
     with jax.set_mesh(mesh):
-        compiled = TrainStep(experiment.model, experiment.execution, training, experiment.optimizer).jitted(mesh)
+        execution = experiment_on(experiment, mesh).execution
+        compiled = TrainStep(experiment.model, execution, training, experiment.optimizer).jitted(mesh)
         state = compiled.init()
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
 

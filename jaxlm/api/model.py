@@ -341,6 +341,7 @@ class LoadedModel:
         """
         import jax
 
+        from jaxlm.costs.layer_loops import experiment_on
         from jaxlm.runs.source import text_rows
         from jaxlm.training.display import Display
         from jaxlm.training.evaluation import evaluate_sources
@@ -355,7 +356,7 @@ class LoadedModel:
         else:
             self.source.text.check_held_out(experiment)
         parameters = self.parameters
-        execution = experiment.execution.model_copy(update={"dtype": self.dtype})
+        execution = experiment_on(experiment, self.mesh).execution.model_copy(update={"dtype": self.dtype})
         steps = TrainStep(self.config, execution, training, experiment.optimizer).jitted(self.mesh)
         with display or Display() as shown:
             if data is None:

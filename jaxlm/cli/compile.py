@@ -98,6 +98,7 @@ def _print_step(report: "Report") -> None:
     table.add("on", f"{report.plan.target}: {work.layout}, compiled{quickly} in {seconds(report.compile_s)}")
     if work.kind == "train":
         table.add("with", work.overrides())
+        table.add("layers", str(report.plan.layers).partition(" ")[2])
     else:
         step = report.row()["engine_step"]
         table.add("engine", f"its largest step: {step['rows']:,} rows and {step['draws']:,} draws a shard")

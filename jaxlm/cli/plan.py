@@ -1,7 +1,7 @@
 """Predict what a step costs on chips that need not be present: FLOPs, memory, time, money and energy.
 
 Time has a lower bound, with everything overlapped and fused, and an upper one, with nothing; the expected time, which
-gives rates and prices, is their geometric mean.
+gives rates and prices, is that of one operation after the other at measured rates, or else their geometric mean.
 """
 
 import argparse
@@ -154,6 +154,8 @@ def _show(plan: "Plan") -> None:
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
     table.add("mesh", f"{work.layout}{trained}")
+    if plan.layers is not None:
+        table.add("layers", str(plan.layers).partition(" ")[2])
     if work.kind != "train":
         table.add("engine", _engine(row["engine"]))
     counts = row["parameters"]

@@ -39,7 +39,7 @@ RENAMED = {
 }
 
 # Defaults of earlier versions that are others now, by key. A run that was begun with one keeps it.
-FORMER_DEFAULTS = {"data.held_out": 0.1}
+FORMER_DEFAULTS = {"data.held_out": 0.1, "execution.scan_layers": True}
 
 _FORMER = {now: before for before, now in MOVED.items()}
 

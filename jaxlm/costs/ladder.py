@@ -9,11 +9,13 @@ from jax.sharding import Mesh
 
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
+from jaxlm.costs import layer_loops
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, flops
 from jaxlm.costs.counted.memory import Memory, memory
-from jaxlm.costs.hardware.target import Target, of_devices
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.layer_loops import LayerChoice
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.plan import StepTime, mfu, step_time
 from jaxlm.costs.workload import Workload
@@ -23,13 +25,14 @@ from jaxlm.parallel.layout_choice import describe_axes
 @dataclass(frozen=True)
 class Counted:
     """The figures of a run's step, counted before the run. `target` is None for unknown devices; `time` is None for
-    unknown devices and for a chip that lacks a figure that times need."""
+    unknown devices and for a chip that lacks a figure that times need. `layers`: the choice that `work` has."""
 
     work: Workload
     flops: Flops
     memory: Memory
     target: Target | None
     time: StepTime | None
+    layers: LayerChoice
 
     def mfu(self, step_s: float) -> float | None:
         """Return the model FLOP utilisation of a step that takes `step_s` seconds; None if the peak is unknown."""
@@ -50,20 +53,14 @@ class Counted:
 
 def counted(work: Workload, mesh: Mesh) -> Counted:
     """Count a workload on the devices of a mesh."""
-    device = mesh.devices.flat[0]
-    try:
-        target = of_devices(device.device_kind, device.platform, mesh.size)
-    except InputError:
-        target = None
-    if target:
-        work = work.on(target.chip)
-    elif device.platform == "cpu":
-        work = work.on_cpu()
+    work, target = layer_loops.on_mesh(work, mesh)
+    layers = layer_loops.choose(work, target and target.chip.device_capacity())
+    work = work.with_execution(scan_layers=layers.in_loop)
     try:
         seconds = target and step_time(work, target)
     except InputError:  # emulated devices have no links, and some chips no published rate
         seconds = None
-    return Counted(work, flops(work), memory(work), target, seconds)
+    return Counted(work, flops(work), memory(work), target, seconds, layers)
 
 
 def say_counted(counted: Counted) -> str:

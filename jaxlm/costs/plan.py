@@ -14,6 +14,7 @@ from jaxlm.costs.counted.operations import Operation
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.layer_loops import LayerChoice, choose
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.workload import Workload
 from jaxlm.models.doors.cost import Product
@@ -28,22 +29,20 @@ class StepTime:
     `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives overlap with
     the operations; each row is one document. `upper_bound`: nothing overlaps and nothing is fused into products.
     Products are padded to whole tiles of the matrix unit; products and the passes between them run at the rates that
-    were measured within a step, where there are any; the element-wise FLOPs of passes take additional time if the
-    chip's rate for them is known. `below_peak`: the part of the upper bound that products, all scores included, take
-    beyond their time at the peak.
+    were measured within a step, or else of kernels (`Chip.ceilings`), where there are any; the element-wise FLOPs of
+    passes take additional time if the chip's rate for them is known. `expected`: with kernels on a chip of which their
+    ceilings were measured, all operations one after the other, each of which takes the longer of its product, hidden
+    scores included, and the most that it moves, at these ceilings; otherwise the geometric mean of the bounds.
+    `below_peak`: the part of the upper bound that products, all scores included, take beyond their time at the peak.
     """
 
     compute: float
     memory: float
     collectives: float
     lower_bound: float
+    expected: float
     upper_bound: float
     below_peak: float
-
-    @property
-    def expected(self) -> float:
-        """The geometric mean of the lower and the upper bound."""
-        return math.sqrt(self.lower_bound * self.upper_bound)
 
     @property
     def bound_by(self) -> str:
@@ -53,13 +52,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Plan:
-    """A workload on a target. Rates and prices are at the expected time of the step."""
+    """A workload on a target. Rates and prices are at the expected time of the step. `layers`: in training, whether
+    they run in a loop."""
 
     work: Workload
     target: Target
     flops: Flops
     memory: Memory
     time: StepTime
+    layers: LayerChoice | None = None
 
     @property
     def capacity(self) -> int:
@@ -147,7 +148,8 @@ class Plan:
     def _of_its_kind(self) -> dict[str, Any]:
         match self.work.kind:
             case "train":
-                return {"steps": self.work.steps, "run_s": self.run_s, "usd_per_run": self.usd_per_run}
+                run = {"steps": self.work.steps, "run_s": self.run_s, "usd_per_run": self.usd_per_run}
+                return {"layers": self.layers and self.layers.row(), **run}
             case "prefill":
                 return {"time_to_first_token_s": self.time.expected, **self._of_the_engine()}
             case _:
@@ -175,17 +177,22 @@ def plan(work: Workload, target: Target) -> Plan:
         raise InputError(
             f"a sequence of {work.sequence} is longer than model.context_length = {work.model.context_length}"
         )
-    work = work.on(target.chip)
-    return Plan(work, target, flops(work), memory(work), step_time(work, target))
+    work, layers = work.on(target.chip), None
+    if work.kind == "train":
+        layers = choose(work, target.chip.device_capacity())
+        work = work.with_execution(scan_layers=layers.in_loop)
+    return Plan(work, target, flops(work), memory(work), step_time(work, target), layers)
 
 
 def step_time(work: Workload, target: Target) -> StepTime:
-    """Return the bracket of a step's time on each device."""
+    """Return the bracket of a step's time on each device, and the expected time."""
     chip = target.chip
+    ceilings = chip.ceilings if work.runs_kernels else None
     share = 1 / chip.devices_per_chip  # of the chip's rates, for one device
     bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
-    passes = share * (chip.pass_bytes_per_s or chip.memory_bytes_per_s)
-    compute = at_peak = least = together = apart = products = 0.0
+    moves = share * ceilings.copy_bytes_per_s if ceilings else bandwidth
+    passes = share * chip.pass_bytes_per_s if chip.pass_bytes_per_s else moves
+    compute = at_peak = least = together = apart = products = in_turn = 0.0
     peaks: dict[str, float] = {}
     for op in operations.step(work):
         dtype = dtype_of(op, work)
@@ -195,17 +202,23 @@ def step_time(work: Workload, target: Target) -> StepTime:
         compute += op.times * ideal
         least += op.times * fused
         together += op.times * max(ideal, fused)
-        apart += op.times * (op.most_bytes / (bandwidth if op.product else passes) + op.elementwise / elementwise)
+        moved, alone = op.most_bytes / (moves if op.product else passes), 0.0
         if op.product:
             at_peak += op.times * op.flops / peaks[dtype]
             batch, *sizes = op.product
-            rate = share * chip.product_rate(dtype, min(sizes), batch)
+            measured = ceilings and ceilings.product_flops.get(dtype)
+            rate = share * (measured or chip.product_rate(dtype, min(sizes), batch))
             products += op.times * _in_tiles(op.product, chip) / rate
+            alone = op.flops / rate
+        apart += op.times * (moved + op.elementwise / elementwise)
+        in_turn += op.times * max(alone, moved)
     network = Network(target, work.layout)
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = work.dispatches * (chip.dispatch_s or 0.0)
     lower, upper = max(together, sent), products + apart + sent + start
-    return StepTime(compute, least, sent, lower, upper, max(0.0, products - at_peak))
+    is_measured = ceilings is not None and work.dtype in ceilings.product_flops
+    expected = max(in_turn, sent) + start if is_measured else math.sqrt(lower * upper)
+    return StepTime(compute, least, sent, lower, expected, upper, max(0.0, products - at_peak))
 
 
 def dtype_of(op: Operation, work: Workload) -> str:

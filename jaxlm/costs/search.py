@@ -7,6 +7,7 @@ from jaxlm.config import divided_by_mesh, divides_heads
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.layer_loops import resolved
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel import layout_choice
@@ -34,7 +35,7 @@ def search(work: Workload, target: Target, fixed: Collection[str] = ()) -> list[
     plans = []
     for layout in layouts(work, target.devices):
         for candidate in variants(replace(work.on(target.chip), layout=layout), fixed):
-            if memory(candidate).total <= target.chip.device_capacity():
+            if memory(resolved(candidate, target.chip.device_capacity())).total <= target.chip.device_capacity():
                 plans.append(plan(candidate, target))
     return sorted(plans, key=lambda p: p.time.expected)
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jaxlm.config import Experiment
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.layer_loops import resolved
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
 from jaxlm.costs.workload import Workload
@@ -72,7 +73,7 @@ def fit(
     capacity, work = target.chip.device_capacity(), work.on(target.chip)
 
     def counted(work: Workload) -> int:
-        return memory(work).total
+        return memory(resolved(work, capacity)).total
 
     waiting = sorted(variants(work, fixed), key=lambda w: plan(w, target).time.expected)
     tried: list[FitTrial] = []

@@ -19,6 +19,7 @@ from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import KINDS, Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count_jaxpr
+from jaxlm.costs.layer_loops import with_choice
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops
@@ -242,6 +243,7 @@ def _step_and_chips(plan: Plan) -> dict[str, Any]:
     return {
         **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
         **{key: counted[key] for key in ("microbatches", "remat", "replicated_kv_heads")},
+        **({"layers": counted["layers"]} if plan.work.kind == "train" else {}),
         **_engine_step(plan.work),
     }
 
@@ -301,7 +303,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     Raises DoesNotFit if the compiler itself runs out of device memory (TPUs), InputError if it fails otherwise.
     """
     counted = plan(Workload.of(experiment, Layout(mesh.shape), kind), target)
-    programs = step_programs(experiment, kind, mesh)
+    programs = step_programs(with_choice(experiment, counted.work), kind, mesh)
     arguments = sum(each.operand_bytes for each in programs if each is not None)
     texts: dict[str, str] = {}
     step, draw = (

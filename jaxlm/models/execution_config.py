@@ -39,5 +39,13 @@ class ExecutionConfig(Section):
     remat: Remat = "none"
     """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
     activations named, such as ["query", "up"]."""
-    scan_layers: bool = True
-    """Compile equal layers of a training step once, in a loop."""
+    scan_layers: bool | Literal["auto"] = "auto"
+    """Compile equal layers of a training step once, in a loop, or write all layers out. "auto" writes them out on a GPU
+    unless `remat` is "full", up to 48 layers, where the counted memory fits; on a CPU up to 12 layers that keep
+    everything; on a TPU it is a loop."""
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether equal layers run in a loop: also where "auto" is not resolved (`jaxlm.costs.layer_loops`), as in a
+        recording and in inference, which does not read the key."""
+        return self.scan_layers is not False

@@ -149,11 +149,11 @@ def through(
     Args:
       stacks: the parameters, as `Groups.stacked` returned them.
       layer: takes a block, the value and the layer's index, and returns the value and auxiliary results.
-      execution: remat is per layer; without `scan_layers` all layers are written out.
+      execution: remat is per layer; unless `in_loop` all layers are written out.
       entries: the layers of each entry of a cache that keeps something.
     """
     way, trees = traversal(groups, execution.remat, entries), groups.trees(stacks)
-    loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, execution.scan_layers)
+    loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, execution.in_loop)
     results: list[tuple[Auxiliary, ...]] = []
     for section in way.sections:
 

@@ -276,6 +276,7 @@ class Job:
         if replicated := say_replicated(costs.work):
             say(replicated)
         say(say_counted(costs))
+        say(str(costs.layers))
         steps = experiment.training.steps
         ends = getattr(experiment.optimizer.schedule, "decay_steps", steps)
         if ends is not None and steps is not None and ends < steps:
@@ -286,6 +287,7 @@ class Job:
         return costs, mesh
 
     def _train(self, dataset: Dataset, counted: "Counted", mesh: "Mesh") -> "Result":
+        from jaxlm.costs.layer_loops import with_choice
         from jaxlm.training.loop import Start, Trainer
 
         run, paths = self._run, self._run.paths
@@ -297,13 +299,15 @@ class Job:
             trains_from=partial(self._record, dataset),
             weights=partial(self._weights, mesh),
         )
-        trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
+        # The configuration of the run keeps "auto": on the same chip a resumed run chooses the same.
+        trainer = Trainer(with_choice(self._experiment, counted.work), dataset, mesh, paths, counted.mfu, start)
         # Only now that nothing was refused is it a run.
         with processes.first_process_first("run"):
             run.open(self._experiment, dataset, self._continue_with_changes, self._origin, self._sidecar_files)
         if processes.is_first():
             self._uploading.enter_context(copies.kept_up(paths.directory, written_apart, self._display.say))
-            JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
+            here = environment(list(mesh.devices.flat))
+            JsonLines(paths.attempts).append({**here, "layers": counted.layers.row()})
         try:
             result = trainer.train()
             if self._changed and self._trained_from is None:

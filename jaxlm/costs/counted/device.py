@@ -73,6 +73,11 @@ class DeviceStep:
         known = self._costs.get(use.results[0])
         return (known or self._local_and_cost(use))[1]
 
+    def saved(self, use: RecordedOp) -> tuple[int, ...]:
+        """Return the values that the backward pass of a door reads."""
+        declared = self.cost(use).saved
+        return *(use.operands[i] for i in declared.operands), *(use.results[i] for i in declared.results)
+
     def local(self, use: RecordedOp) -> Local:
         """Return the arrays of a door, for the rows of a microbatch."""
         return self._local_and_cost(use)[0]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep
-from jaxlm.costs.counted.operations import saved
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import memoized
 
@@ -20,27 +19,44 @@ class LayerPeak(NamedTuple):
     at: int
 
 
-@memoized
-def kept(device: DeviceStep) -> int:
-    """Return the bytes that all layers keep for their backward pass.
+class Kept(NamedTuple):
+    """What a layer keeps for its backward pass: values, and bytes that doors keep besides them or in their place."""
 
-    With rematerialisation these are a layer's inputs, the values with the names that the policy keeps, and what doors
-    keep beside a value with such a name; without rematerialisation, all that the backward pass reads. Random masks
-    outside of layers are kept in either case.
-    """
-    work, recording = device.work, device.recording
+    values: frozenset[int]
+    more: int
+    total: int
+
+
+def kept(device: DeviceStep) -> int:
+    """Return the bytes that all layers keep for their backward pass, and random masks outside of layers."""
+    recording = device.recording
     total = sum(device.cost(use).saved.masks for use in recording.by_layer[None])
+    layers = enumerate(kept_by_layer(device))
+    return total + sum(recording.by_layer[layer][0].times * each.total for layer, each in layers)
+
+
+@memoized
+def kept_by_layer(device: DeviceStep) -> tuple[Kept, ...]:
+    """Return what each layer keeps for its backward pass.
+
+    With rematerialisation these are its inputs, the values with the names that the policy keeps, and what doors keep
+    beside a value with such a name; without rematerialisation, all that the backward pass reads.
+    """
+    work, recording, layers = device.work, device.recording, []
     for layer, begin in enumerate(recording.layers):
         uses = recording.by_layer[layer]
         if work.remat == "none":
-            bytes_ = _read(device, uses)
+            layers.append(_read(device, uses))
         else:
             names = () if work.remat == "full" else work.remat
             named = {value: use for use in uses for value in use.results if recording.names.get(value) in names}
-            bytes_ = _bytes(device, {*_begin(device, begin), *named})
-            bytes_ += sum(device.cost(use).saved.with_result for use in named.values())
-        total += uses[0].times * bytes_
-    return total
+            more = sum(device.cost(use).saved.with_result for use in named.values())
+            layers.append(_kept(device, {*_begin(device, begin), *named}, more))
+    return tuple(layers)
+
+
+def _kept(device: DeviceStep, values: Iterable[int], more: int) -> Kept:
+    return Kept(frozenset(map(device.same, values)), more, _bytes(device, values) + more)
 
 
 def _begin(device: DeviceStep, begin: Iterable[int]) -> set[int]:
@@ -53,8 +69,8 @@ def _bytes(device: DeviceStep, values: Iterable[int]) -> int:
     return sum(device.bytes[value] for value in {device.same(value) for value in values})
 
 
-def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> int:
-    """Return the bytes that the backward pass of doors reads; without recomputation, all of them are kept."""
+def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> Kept:
+    """Return what the backward pass of doors reads; without recomputation, all of it is kept."""
     values, more = set(), 0
     shared = (device.cost(use).saved.shared for use in device.recording.uses)
     is_shared = len({each[0] for each in shared if each is not None}) <= 1
@@ -64,8 +80,8 @@ def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> int:
         if declared.shared is not None and not is_shared:
             more += declared.shared[1]
         if not declared.instead:
-            values.update(saved(device, use))
-    return _bytes(device, values) + more
+            values.update(device.saved(use))
+    return _kept(device, values, more)
 
 
 @memoized
@@ -103,7 +119,7 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
         if working:
             bytes_ = _around_workspace(device, layer, i)
         else:
-            bytes_ = _read(device, uses[: i + 1]) + _bytes_of_gradients(device, layer, i)
+            bytes_ = _read(device, uses[: i + 1]).total + _bytes_of_gradients(device, layer, i)
         peaks.append(LayerPeak(bytes_, i))
     return max(peaks)
 
@@ -143,7 +159,7 @@ def _around_workspace(device: DeviceStep, layer: int, at: int) -> int:
     uses, work = device.recording.by_layer[layer], device.work
     use, cost = uses[at], device.cost(uses[at])
     residual = _bytes(device, _begin(device, device.recording.layers[layer]))
-    result, operands = device.bytes[use.results[0]], _bytes(device, saved(device, use))
+    result, operands = device.bytes[use.results[0]], _bytes(device, device.saved(use))
     products = [i for i, each in enumerate(uses) if device.cost(each).weight_product]
     later = [uses[i] for i in products if i > at and "residual" not in uses[i].marker.results[0]]
     hidden = [device.bytes[each.results[0]] for each in later]

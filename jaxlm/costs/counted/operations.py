@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxlm.costs.counted import drawing, parameters
 from jaxlm.costs.counted.device import DeviceStep, device_step
+from jaxlm.costs.counted.layer_stacks import stack_copies
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.counted.traced import traced_work
 from jaxlm.costs.jaxpr.count import count
@@ -88,7 +89,19 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
         times = 1 if device.cost(use).counts_all_steps else work.passes
         of_use = _of_use(device, use, again)
         operations += of_use if times == 1 else [op._replace(times=op.times * times) for op in of_use]
+    operations += _stacks(device)
     return tuple(operations)
+
+
+def _stacks(device: DeviceStep) -> Iterator[Operation]:
+    """Yield the copies of loops over layers into and out of their stacks."""
+    filled, into, out_of = stack_copies(device)
+    for scope, phase, moved in (
+        ("layers/stacks/fill", "forward", filled),
+        ("layers/stacks/in", "forward", into),
+        ("layers/stacks/out", "backward", out_of),
+    ):
+        yield Operation(scope, phase, device.work.passes, None, moved, moved)
 
 
 def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Operation]:
@@ -152,14 +165,8 @@ def _run_again(device: DeviceStep) -> set[int]:
     kept = frozenset() if work.remat == "full" else frozenset(work.remat)
     for layer in range(len(recording.layers)):
         uses = [use for use in recording.by_layer[layer] if device.trains(use)]
-        again |= recording.run_again(layer, [value for use in uses for value in saved(device, use)], kept)
+        again |= recording.run_again(layer, [value for use in uses for value in device.saved(use)], kept)
     return again
-
-
-def saved(device: DeviceStep, use: RecordedOp) -> tuple[int, ...]:
-    """Return the values that the backward pass of a door reads."""
-    declared = device.cost(use).saved
-    return *(use.operands[i] for i in declared.operands), *(use.results[i] for i in declared.results)
 
 
 def _reruns(op: Operation, reruns: bool) -> bool:

@@ -1,0 +1,57 @@
+"""The copies of a loop over layers, as counted and as XLA compiles them for an H100."""
+
+from collections import Counter
+
+import markers
+import pytest
+
+from jaxlm import api, config
+from jaxlm.costs.counted.device import device_step
+from jaxlm.costs.counted.layer_stacks import StackCopies, stack_copies
+from jaxlm.lowering import hlo
+from jaxlm.lowering.launched_kernels import kernels
+
+MODEL = """
+[model]
+vocab_size = 512
+context_length = 512
+num_layers = 2
+d_model = 256
+attention = {kind = "gqa", num_heads = 4, num_kv_heads = 2, head_dim = 64}
+feed_forward = {kind = "dense", d_ff = 1024, activation = "silu", gated = true}
+[training]
+batch = 16
+sequence = 512
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    (tmp_path / "two.toml").write_text(MODEL)
+    return lambda *overrides: config.load(tmp_path / "two.toml", overrides)
+
+
+def counted(experiment, on="h100") -> StackCopies:
+    (plan,), _ = api.plan(experiment, on)
+    return stack_copies(device_step(plan.work))
+
+
+def test_only_a_loop_on_a_gpu_copies(load):
+    in_a_loop = load("execution.scan_layers=true")
+    filled, into, out_of = counted(in_a_loop)
+    assert 2 * filled == into and into >= out_of > into // 2
+    nothing = StackCopies(0, 0, 0)
+    assert counted(load()) == counted(in_a_loop, "tpu-v5p") == counted(load("model.num_layers=1")) == nothing
+    assert counted(load("execution.scan_layers=true", "execution.remat=full")).into < into / 4
+
+
+@markers.needs_cuda_compiler
+def test_copies_are_those_of_the_compiled_program(load):
+    """Slices and updates in the bodies of the loops, and what fills the stacks: those of parameters and of their
+    gradients, which are as wide as the model in two dimensions, left out."""
+    compiled = api.compile(load("execution.scan_layers=true"), "h100")
+    program = hlo.parse(compiled.texts["optimised.hlo"])
+    found = Counter()
+    for kernel in kernels(program):
+        found[kernel.name] += kernel.count * kernel.bytes
+    print(found, counted(load("execution.scan_layers=true")))

@@ -1,8 +1,8 @@
 """The choice between layers in a loop and layers written out, where `execution.scan_layers` is "auto".
 
-A loop on a GPU copies what layers keep into stacks and out of them (`jaxlm.costs.counted.layer_stacks`), and written-out
-layers compile for longer. The choice follows from the workload and the memory of a device alone, so that a run that is
-resumed on the same chip compiles the same program.
+A loop on a GPU copies what layers keep into stacks and out of them (`jaxlm.costs.counted.layer_stacks`); written-out
+layers compile for longer. The choice follows from the workload and the memory of a device alone: a run that is resumed
+on the same chip compiles the same program.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ _MOST_LAYERS = {"gpu": 48, "cpu": 12}
 
 
 class LayerChoice(NamedTuple):
-    """Whether equal layers of a training step run in a loop, and the reason."""
+    """The choice for equal layers of a training step, in a loop or written out, and its reason."""
 
     in_loop: bool
     reason: str

@@ -29,10 +29,10 @@ class StepTime:
     `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives overlap with
     the operations; each row is one document. `upper_bound`: nothing overlaps and nothing is fused into products.
     Products are padded to whole tiles of the matrix unit; products and the passes between them run at the rates that
-    were measured within a step, or else of kernels (`Chip.ceilings`), where there are any; the element-wise FLOPs of
-    passes take additional time if the chip's rate for them is known. `expected`: with kernels on a chip of which their
-    ceilings were measured, all operations one after the other, each of which takes the longer of its product, hidden
-    scores included, and the most that it moves, at these ceilings; otherwise the geometric mean of the bounds.
+    were measured within a step, or else of kernels (`Chip.kernel_rates`), where there are any; the element-wise FLOPs
+    of passes take additional time if the chip's rate for them is known. `expected`: with kernels on a chip where their
+    rates were measured, all operations one after the other, each of which takes the longer of its product, hidden
+    scores included, and the most that it moves, at these rates; otherwise the geometric mean of the bounds.
     `below_peak`: the part of the upper bound that products, all scores included, take beyond their time at the peak.
     """
 
@@ -187,10 +187,10 @@ def plan(work: Workload, target: Target) -> Plan:
 def step_time(work: Workload, target: Target) -> StepTime:
     """Return the bracket of a step's time on each device, and the expected time."""
     chip = target.chip
-    ceilings = chip.ceilings if work.runs_kernels else None
+    rates = chip.kernel_rates if work.runs_kernels else None
     share = 1 / chip.devices_per_chip  # of the chip's rates, for one device
     bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
-    moves = share * ceilings.copy_bytes_per_s if ceilings else bandwidth
+    moves = share * rates.copy_bytes_per_s if rates else bandwidth
     passes = share * chip.pass_bytes_per_s if chip.pass_bytes_per_s else moves
     compute = at_peak = least = together = apart = products = in_turn = 0.0
     peaks: dict[str, float] = {}
@@ -206,7 +206,7 @@ def step_time(work: Workload, target: Target) -> StepTime:
         if op.product:
             at_peak += op.times * op.flops / peaks[dtype]
             batch, *sizes = op.product
-            measured = ceilings and ceilings.product_flops.get(dtype)
+            measured = rates and rates.product_flops.get(dtype)
             rate = share * (measured or chip.product_rate(dtype, min(sizes), batch))
             products += op.times * _in_tiles(op.product, chip) / rate
             alone = op.flops / rate
@@ -216,7 +216,7 @@ def step_time(work: Workload, target: Target) -> StepTime:
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = work.dispatches * (chip.dispatch_s or 0.0)
     lower, upper = max(together, sent), products + apart + sent + start
-    is_measured = ceilings is not None and work.dtype in ceilings.product_flops
+    is_measured = rates is not None and work.dtype in rates.product_flops
     expected = max(in_turn, sent) + start if is_measured else math.sqrt(lower * upper)
     return StepTime(compute, least, sent, lower, expected, upper, max(0.0, products - at_peak))
 

@@ -128,7 +128,7 @@ class Workload:
 
     def with_execution(self, **changes: Any) -> "Workload":
         """Return the workload with other values in its section [execution]."""
-        return replace(self, execution=self.execution.model_copy(update=changes))
+        return replace(self, execution=_changed(self.execution, **changes))
 
     def without_sizes(self) -> "Workload":
         """Return the workload of one row of one token: what follows from the parameters alone is the same for all
@@ -387,6 +387,11 @@ class Workload:
 
 
 ROWS = ("batch", "draws")  # logical axes of rows
+
+
+@functools.lru_cache(maxsize=256)
+def _changed(execution: ExecutionConfig, **changes: Any) -> ExecutionConfig:
+    return execution.model_copy(update=changes)
 
 
 # Results depend on rules, layout and sizes alone: the plans of a search and of many batches share them.

@@ -46,6 +46,6 @@ class ExecutionConfig(Section):
 
     @property
     def in_loop(self) -> bool:
-        """Whether equal layers run in a loop: also where "auto" is not resolved (`jaxlm.costs.layer_loops`), as in a
+        """True if equal layers run in a loop: also where "auto" is not resolved (`jaxlm.costs.layer_loops`), as in a
         recording and in inference, which does not read the key."""
         return self.scan_layers is not False

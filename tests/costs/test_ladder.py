@@ -74,7 +74,7 @@ def test_attention_is_what_the_lower_bound_counts(pattern, kernels):
     )
     work, target = workload("train", model, 64, 8192, remat="full", kernels=kernels), Target.parse("h200-sxm")
     counts = plan(work, target)
-    before = Counted(work, counts.flops, counts.memory, target, counts.time)
+    before = Counted(work, counts.flops, counts.memory, target, counts.time, counts.layers)
     causes = gap(before, metrics(1.0), counts.time.lower_bound * 1.01 + 1e-4)
     assert all(seconds >= 0 for seconds in causes.values())
     products = counts.napkin.step_s + causes["attention"] + causes["rematerialisation"]

@@ -20,7 +20,7 @@ class LayerPeak(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a layer keeps for its backward pass: values, and bytes that doors keep besides them or in their place."""
+    """The values that a layer keeps for its backward pass, and the bytes that doors keep besides or in place of them."""
 
     values: frozenset[int]
     more: int

@@ -1,10 +1,11 @@
 """The copies that a loop over layers makes of what its layers keep for the backward pass.
 
 A loop keeps the values of all its layers in stacks. On a GPU their makers and readers are kernels and products, which
-work on arrays of their own: each value is copied into its stack, and out of it again, and the stacks are filled with
-zeros first. Slices of the parameters and the stacks of their gradients are not counted: written-out layers copy them too.
+work on arrays of their own: each value is copied into its stack and out of it again, and the stacks are filled with
+zeros first. Slices of parameters and stacks of their gradients are not counted: written-out layers copy them too.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep
@@ -24,12 +25,11 @@ class StackCopies(NamedTuple):
     out_of: int
 
 
-# The passes over a kept byte: zeros written; read and written into a stack; read and written out of it for a kernel or a
+# Passes over a kept byte: zeros written; a copy into a stack, read and written; a copy out of it, for a kernel or a
 # product (XLA's own element-wise code reads a stack in place). As JAX 0.10.2 and 0.11.2 compile for an H100, read on
 # 27 November 2026. Products on a TPU write and read a stack in place (libtpu 0.0.42.1): of what is copied there, the
 # results of kernels, nothing is counted. A CPU's passes are not counted either.
 _PASSES = {"gpu": StackCopies(1, 2, 2)}
-_NOTHING = StackCopies(0, 0, 0)
 
 
 @memoized
@@ -37,24 +37,26 @@ def stack_copies(device: DeviceStep) -> StackCopies:
     """Return what the loops over layers of a training step copy in each microbatch; nothing where layers are written
     out, or keep nothing."""
     work, recording = device.work, device.recording
-    passes = _PASSES.get(work.platform, _NOTHING) if work.kind == "train" and work.execution.in_loop else _NOTHING
-    stacked = read = 0
+    passes = _PASSES.get(work.platform)
+    if passes is None or work.kind != "train" or not work.execution.in_loop:
+        return StackCopies(0, 0, 0)
+    stacked = copied_out = 0
     for layer, kept in enumerate(kept_by_layer(device)):
         uses = recording.by_layer[layer]
         if (times := uses[0].times) > 1:
             stacked += times * kept.total
-            read += times * sum(device.bytes[value] for value in kept.values if _is_copied(device, uses, value))
-    return StackCopies(passes.filled * stacked, passes.into * stacked, passes.out_of * read)
+            copied_out += times * sum(device.bytes[value] for value in kept.values & _read_by_kernels(device, uses))
+    return StackCopies(passes.filled * stacked, passes.into * stacked, passes.out_of * copied_out)
 
 
-def _is_copied(device: DeviceStep, uses: list[RecordedOp], value: int) -> bool:
-    """Return whether a kernel or a product of the backward pass reads a kept value: one of a door whose gradient needs
-    it, or which runs again."""
-    runs_again = device.work.remat != "none"
+def _read_by_kernels(device: DeviceStep, uses: Sequence[RecordedOp]) -> set[int]:
+    """Return the values that kernels and products of a layer's backward pass read: those of doors whose gradient needs
+    them, and of doors that run again."""
+    values: set[int] = set()
     for use in uses:
         cost = device.cost(use)
         if cost.products or cost.traced or any(each.kernel for each in cost.passes):
-            reads = (*device.saved(use), *(use.operands if runs_again else ()))
-            if value in {device.same(each) for each in reads}:
-                return True
-    return False
+            values.update(map(device.same, device.saved(use)))
+            if device.work.remat != "none":
+                values.update(map(device.same, use.operands))
+    return values

@@ -97,11 +97,12 @@ def _stacks(device: DeviceStep) -> Iterator[Operation]:
     """Yield the copies of loops over layers into and out of their stacks."""
     filled, into, out_of = stack_copies(device)
     for scope, phase, moved in (
-        ("layers/stacks/fill", "forward", filled),
-        ("layers/stacks/in", "forward", into),
-        ("layers/stacks/out", "backward", out_of),
+        ("stacks/fill", "forward", filled),
+        ("stacks/in", "forward", into),
+        ("stacks/out", "backward", out_of),
     ):
-        yield Operation(scope, phase, device.work.passes, None, moved, moved)
+        if moved:
+            yield Operation(scope, phase, device.work.passes, None, moved, moved)
 
 
 def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Operation]:

@@ -112,7 +112,7 @@ class Link(Section):
         return (all(joined),) * len(joined) if self.topology == "torus3d" else joined
 
 
-class Ceilings(Section):
+class KernelRates(Section):
     """The rates that kernels reach on one chip, as measured: FLOP/s of a large product by its type, and the bytes per
     second that a copy reads and writes."""
 
@@ -131,7 +131,7 @@ class Chip(Section):
     per second of elementwise operations, exponentials among them; `product_rates` and, for the heads of attention,
     `batched_rates`, FLOP/s in a training step of a product and both its gradients by the smallest side;
     `pass_bytes_per_s`, bytes read and written by the slowest kind of pass between products (heads transposed, rows
-    reduced, arrays added); and `ceilings`, of kernels.
+    reduced, arrays added); and `kernel_rates`.
 
     `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
     Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are JAX's names of its devices; NVIDIA's
@@ -159,7 +159,7 @@ class Chip(Section):
     dispatch_s: PositiveFloat | None = None
     elementwise_flops: PositiveFloat | None = None
     pass_bytes_per_s: PositiveFloat | None = None
-    ceilings: Ceilings | None = None
+    kernel_rates: KernelRates | None = None
     product_rates: dict[Literal[DTYPES], Rates] = Field(default_factory=dict)
     batched_rates: dict[Literal[DTYPES], Rates] = Field(default_factory=dict)
     devices_per_chip: PositiveInt = 1

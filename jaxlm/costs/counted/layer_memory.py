@@ -20,7 +20,7 @@ class LayerPeak(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The values that a layer keeps for its backward pass, and the bytes that doors keep besides or in place of them."""
+    """The values that a layer keeps for its backward pass, and the bytes that doors keep besides them or instead."""
 
     values: frozenset[int]
     more: int

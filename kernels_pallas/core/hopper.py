@@ -222,18 +222,25 @@ class Warpgroup:
         self,
         pair: tuple[Any, Any],
         total: jax.Array,
-        added: tuple[jax.Array, Any],
+        weights: jax.Array,
+        await_values: Callable[[], Any],
         softmax: Callable[[jax.Array], Any],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None],
     ) -> tuple[Any, jax.Array]:
-        """Multiply query and keys, a · bᵀ of the `pair`, and weights and values, total + c · d of `added`, together.
+        """Multiply query and keys, a · bᵀ of the `pair`, and weights and values, total + weights · values, together.
 
-        Returns softmax(a · bᵀ), computed during the second product, and the second product. `meanwhile` is called when
-        both have been issued.
+        Returns softmax(a · bᵀ), computed during the second product, and the second product. await_values() returns the
+        values in shared memory; it is called when the first product has been issued, and `meanwhile` when both have
+        been.
+
+        Where softmax ends with a wait at a barrier, all of it overlaps the second product: ptxas moves the wait for a
+        product before arithmetic, but not before a wait at a barrier.
         """
         if self.interpret:
-            result = softmax(*self.wgmma(pair, meanwhile=meanwhile))
-            return result, *self.wgmma_accumulate((total, *added))
+            (product,) = self.wgmma(pair)
+            values = await_values()
+            meanwhile()
+            return softmax(product), *self.wgmma_accumulate((total, weights, values))
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         a, b = pair
@@ -241,11 +248,11 @@ class Warpgroup:
         def multiply(product_ref: Any, sum_ref: Any) -> tuple[Any, jax.Array]:
             sum_ref[...] = total
             plgpu.wgmma(product_ref, a, b.transpose((1, 0)))
-            plgpu.wgmma(sum_ref, *added)
+            plgpu.wgmma(sum_ref, weights, await_values())
             meanwhile()
             plgpu.wgmma_wait(1)
             result = softmax(plgpu.wgmma_accumulator_load(product_ref, wait_n=None))
-            return result, _held_until(sum_ref[...], added[0])
+            return result, _held_until(sum_ref[...], weights)
 
         product = plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32)
         return pl.run_scoped(multiply, product, plgpu.ACC(total.shape, jnp.float32))

@@ -63,7 +63,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
     of_keys = KeyBlocks(operands)
     # The most keys such that registers hold their scores and the sums of all V columns, and shared memory two blocks.
     keys = 128 if max(H, V) <= 128 and not of_keys.biased else 64
-    pipeline = BlockPipeline.of("forward", operands, keys, of_keys.buffers, own)
+    pipeline = BlockPipeline.of("forward", operands, keys, of_keys.buffers, own, late=("value",))
     keys = pipeline.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -105,37 +105,44 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 kept = jnp.exp2(largest - raised)
                 weights = jnp.exp2(values * factor - warpgroup.broadcast_by_row(raised, keys))
                 total = total * kept + jnp.sum(weights, axis=1)
-                # The compiler may not move any of this after the wait at the ping-pong barrier.
-                return lax.optimization_barrier(((raised, total), kept, weights.astype(dtype)))
+                # The compiler may not move any of this after the wait for the next key.
+                result = lax.optimization_barrier(((raised, total), kept, weights))
+                pl.when(j + 1 < order.steps)(lambda: await_block(j + 1, "key") and None)
+                return result
+
+            def await_block(j: jax.Array, name: str) -> Any:
+                """Wait for the keys or values of step j; return them."""
+                (slot,) = pipeline.consumer_wait(warpgroup, ref, j, name)
+                return slot
 
             def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
                 """Multiply the keys of step j and the values of step j − 1: the softmax of one overlaps the other."""
                 sums, acc, weights = carry
-                (key,), (value,) = (
-                    pipeline.consumer_wait(warpgroup, ref, j, "key"),
-                    pipeline.consumer_wait(warpgroup, ref, j - 1, "value"),
-                )
+                (key,) = pipeline.slots(ref, j, "key")  # which the softmax of step j − 1 waited for
                 warpgroup.wait(ping_pong)
                 (sums, kept, following), acc = warpgroup.qk_with_pv(
                     (query, key),
                     acc,
-                    (weights, value),
+                    weights,
+                    lambda: await_block(j - 1, "value"),
                     lambda x: online_softmax(x, j, sums, masked),
                     let_other_multiply,
                 )
                 pipeline.consumer_release(warpgroup, ref, j - 1, order.steps, "value")
-                return sums, acc * warpgroup.broadcast_by_row(kept, V), following
+                # Converted now that the product has ended: during it, ptxas 13.0 would serialize all products (C7513).
+                return sums, acc * warpgroup.broadcast_by_row(kept, V), following.astype(dtype)
 
             pl.when(me == CONSUMERS - 1)(let_other_multiply)  # to the first
             warpgroup.wait(ref["query_ready"].at[me])
-            (key,) = pipeline.consumer_wait(warpgroup, ref, jnp.int32(0), "key")
+            key = await_block(jnp.int32(0), "key")
             warpgroup.wait(ping_pong)
             (products,) = warpgroup.wgmma((query, key), meanwhile=let_other_multiply)
             # Where the first block is unmasked its mask changes nothing: that costs less than another copy of the code.
             sums, _, weights = online_softmax(products, jnp.int32(0), (largest, total), masked=True)
+            weights = weights.astype(dtype)
             acc = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
             sums, acc, weights = order.over(step, (sums, acc, weights), begin=1)
-            (value,) = pipeline.consumer_wait(warpgroup, ref, order.steps - 1, "value")
+            value = await_block(order.steps - 1, "value")
             warpgroup.wait(ping_pong)
             pl.when(me < CONSUMERS - 1)(let_other_multiply)
             (acc,) = warpgroup.wgmma_accumulate((acc, weights, value))

@@ -81,7 +81,7 @@ def _bias_pipeline(operands: Operands) -> BlockPipeline:
     if bias is not None:
         biased = KeyBlocks(operands).biased
         buffers["bias"] = SharedBuffer((queries, _KEYS) if biased else (_KEYS,), bias.dtype, tiled=biased)
-    return BlockPipeline(PipelineBlocks(queries, 1), buffers, together=False)
+    return BlockPipeline(PipelineBlocks(queries, 1), buffers)
 
 
 def backward(

@@ -79,11 +79,14 @@ class BlockPipeline(NamedTuple):
       blocks: their sizes.
       buffers: one block of each array.
       together: whether one barrier serves all blocks of a step; otherwise each has its own.
+      late: the buffers whose blocks consumers need after the other blocks of the next step. They are loaded in that
+        order.
     """
 
     blocks: PipelineBlocks
     buffers: Mapping[str, SharedBuffer]
-    together: bool
+    together: bool = False
+    late: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -94,6 +97,7 @@ class BlockPipeline(NamedTuple):
         buffers: Callable[[int], Mapping[str, SharedBuffer]],
         own: Mapping[str, SharedBuffer],
         together: bool = False,
+        late: tuple[str, ...] = (),
     ) -> "BlockPipeline":
         """Return the pipeline of a kernel that also has arrays of its `own` in shared memory.
 
@@ -107,7 +111,7 @@ class BlockPipeline(NamedTuple):
         blocks = blocks._replace(rows=min(blocks.rows, rows))
         blocks = blocks._replace(stages=min(blocks.stages, stages_that_fit(own, buffers(blocks.rows))))
         chosen = blocks if blocks.stages else default
-        return cls(chosen, buffers(chosen.rows), together)
+        return cls(chosen, buffers(chosen.rows), together, late)
 
     @property
     def stages(self) -> int:
@@ -150,14 +154,16 @@ class BlockPipeline(NamedTuple):
 
         Args:
           trailing: trailing(step, load_next) is called once the slots hold the steps after `step`, and has to call
-            load_next; consumers may wait for it three steps later.
+            load_next; consumers may wait for it three steps later. Then no buffer is `late`.
         """
 
-        def load(step: jax.Array) -> None:
+        def load(step: jax.Array, late: bool = False) -> None:
             coming = sources(step)
             for pipeline in (self, *others):
                 slot = lax.rem(step, pipeline.stages)
                 for group, members in pipeline._groups.items():
+                    if (group in pipeline.late) != late:
+                        continue
                     free = ref[f"{group}_free"].at[slot]
                     pl.when(step >= pipeline.stages)(lambda free=free: warpgroup.wait(free))
                     for name in members:
@@ -171,7 +177,11 @@ class BlockPipeline(NamedTuple):
             pl.when(step < ahead)(load_next)
             pl.when(step >= ahead)(lambda: trailing(step - ahead, load_next))
 
-        count, body = (steps, load) if trailing is None else (steps + ahead, load_and_trail)
+        def load_in_order(step: jax.Array) -> None:
+            pl.when(step < steps)(lambda: load(step))
+            pl.when(step > 0)(lambda: load(step - 1, late=True))
+
+        count, body = (steps + 1, load_in_order) if trailing is None else (steps + ahead, load_and_trail)
         lax.fori_loop(0, count, lambda step, _: body(step), None)
 
     def consumer_wait(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:

@@ -76,6 +76,7 @@ def flash_attention(
     bias: jax.Array | None = None,
     return_log_sum_exp: bool = False,
     query_chunk: int | None = None,
+    documents: int | None = None,
     deterministic: bool = True,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -101,6 +102,9 @@ def flash_attention(
       return_log_sum_exp: also return log Σ exp(scores) [B, T, N] in float32, with the sink; −∞ where nothing is seen.
       query_chunk: of how many queries the reference may hold the scores at a time; None is all of them. Kernels never
         hold more than a block.
+      documents: a promise, with T = S, that `key_range` is the causal mask of rows of at most so many documents, which
+        tile each row. It masks nothing: implementation="cudnn" finds the documents by it, and gives NaN for a row that
+        breaks it.
       deterministic: gradients of two runs are bit-equal. Only without this promise is "cudnn" differentiated.
       implementation: "reference", "xla", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses by the shape and
         the chip being lowered for: the fastest where they were measured, of a forward pass alone or, where the call is
@@ -119,9 +123,9 @@ def flash_attention(
     """
     checks.boolean("flash_attention", is_causal=is_causal, deterministic=deterministic)
     checks.boolean("flash_attention", return_log_sum_exp=return_log_sum_exp)
-    _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk)
+    _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk, documents)
     arrays: tuple = query, key, value, sinks, bias
-    options = _Options(is_causal, scale, soft_cap, query_chunk, return_log_sum_exp)
+    options = _Options(is_causal, scale, soft_cap, query_chunk, return_log_sum_exp, documents)
     forward, training = _routes(implementation, options, deterministic, key_range, *arrays)
     if forward == training:
         return _attend_by(forward, options, key_range, *arrays)
@@ -139,6 +143,7 @@ class _Options(NamedTuple):
     soft_cap: float | None
     query_chunk: int | None
     return_log_sum_exp: bool
+    documents: int | None
 
 
 class _Route(NamedTuple):
@@ -158,9 +163,13 @@ def _routes(
     """Return how a call runs forward alone, and how it runs where it is differentiated."""
     operands = Operands(query, key, value, None, None, sinks, bias)
     soft_cap, log_sum_exp = options.soft_cap, options.return_log_sum_exp
+    named = requested(implementation) is not None
 
     def by_cudnn(chip: Any) -> str | None:
-        return cudnn.unsupported_reason(operands, key_range, soft_cap, log_sum_exp, chip) or cudnn.is_absent()
+        documents = options.documents if named else None  # packed rows were not measured
+        return (
+            cudnn.unsupported_reason(operands, key_range, soft_cap, log_sum_exp, documents, chip) or cudnn.is_absent()
+        )
 
     def by_xla(chip: Any = None) -> str | None:
         return xla.unsupported_reason(operands, key_range, log_sum_exp, options.query_chunk)
@@ -174,7 +183,7 @@ def _routes(
         by_name=_WHERE_MEASURED,
         call=call_class(query, key, value, key_range),
     )
-    named, chosen = requested(implementation) is not None, pick(reasons, direction="forward")
+    chosen = pick(reasons, direction="forward")
     if 0 in query.shape or 0 in value.shape:  # of nothing there is one result
         return (_Route("reference", chosen),) * 2
     if not named and query.shape[1] < _FEW_QUERIES:
@@ -190,7 +199,7 @@ def _routes(
 
 def _attend_by(route: _Route, options: _Options, key_range: Any, query, key, value, sinks, bias) -> Any:
     """Return attention by one implementation."""
-    is_causal, scale, soft_cap, query_chunk, return_log_sum_exp = options
+    is_causal, scale, soft_cap, query_chunk, return_log_sum_exp, documents = options
     name = route.implementation
     if route.refused is not None:
         raise NotImplementedError(f"flash_attention: {name} cannot serve this call: {route.refused}")
@@ -206,7 +215,7 @@ def _attend_by(route: _Route, options: _Options, key_range: Any, query, key, val
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     operands = Operands(query, key, value, None, None, sinks, bias)
     if name == "cudnn":
-        return cudnn.flash_attention(operands, key_range, scale)
+        return cudnn.flash_attention(operands, key_range, scale, documents)
     out, log_sum_exp = _by_kernels(name, operands, key_range, scale, soft_cap)
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
@@ -249,7 +258,7 @@ def kernel_of(
     def unsupported_reason(name: str) -> str | None:
         if name == "cudnn":
             refused = cudnn.NOT_DETERMINISTIC if training and deterministic else None
-            return cudnn.unsupported_reason(operands, key_range, None, False, chip) or refused
+            return cudnn.unsupported_reason(operands, key_range, None, False, None, chip) or refused
         return cannot_lower(name, chip) or _unsupported_reason(name, operands, chip)
 
     call, direction = call_class(query, key, value, key_range), "training" if training else "forward"
@@ -386,7 +395,7 @@ def _bias_gradient(
         return pull_back((d_out, jnp.swapaxes(d_log_sum_exp, 1, 2)))[0]
 
 
-def _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk) -> None:
+def _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk, documents) -> None:
     def wrong(what: str, got: Any, right: str) -> None:
         raise ValueError(f"flash_attention: {what} is {got}; it must be {right}")
 
@@ -430,5 +439,7 @@ def _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias
     ):
         wrong("bias", list(bias.shape), f"[{B} or 1, {N} or 1, {T} or 1, {S}]")
     checks.positive_or_none("flash_attention", scale=scale, soft_cap=soft_cap)
+    if documents is not None and not (isinstance(documents, int | np.integer) and documents > 0 and T == S):
+        wrong("documents", documents, f"a positive whole number, of {T} queries and as many keys")
     if query_chunk is not None and not (isinstance(query_chunk, int | np.integer) and query_chunk > 0):
         wrong("query_chunk", query_chunk, "a positive whole number")

@@ -121,7 +121,7 @@ def test_cudnn_is_asked_for_what_the_reference_gives(key_range, monkeypatch):
         lambda *arrays, implementation, **how: called.append(implementation) or theirs(*arrays, **how),
     )
     arrays = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16))
-    got = cudnn.flash_attention(Operands(*arrays, None, None, None, None), key_range, 0.3)
+    got = cudnn.flash_attention(Operands(*arrays, None, None, None, None), key_range, 0.3, None)
     wanted = flash_attention(*arrays, key_range=key_range, scale=0.3)
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert called == ["cudnn"]

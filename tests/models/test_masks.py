@@ -61,7 +61,7 @@ def test_lengths_of_documents_do_not_depend_on_it():
 
 def test_cudnn_trains_on_such_rows_where_runs_may_differ(monkeypatch):
     monkeypatch.setattr(cudnn, "is_absent", lambda: None)
-    monkeypatch.setattr(cudnn, "flash_attention", lambda operands, key_range, scale: operands.query)
+    monkeypatch.setattr(cudnn, "flash_attention", lambda operands, *_: operands.query)
     device = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}

@@ -1,10 +1,12 @@
-"""The bytes that the engine's decoding step reads on chips that are not here, from XLA's program.
+"""The launches of the engine's decoding step, and the bytes that it reads, on chips that are not here, from XLA's
+program.
 
     python benchmarks/engine_programs.py [--only TEXT]
 
-Compiles the step in which every slot decodes one token, and adds to `results/compiled/engine_programs.json` how often
-each weight is read, what is copied whole, and how much of the cache is read at a length of all sequences, beside what
-is counted. Cases in the file are compiled again where `--only` selects them, and kept otherwise.
+Compiles the step in which every slot decodes one token, and adds to `results/compiled/engine_programs.json` its
+launches (those in loops as often as they run) and loops, how often each weight is read, what is copied whole, and how
+much of the cache is read at a length of all sequences, beside what is counted. Cases in the file are compiled again
+where `--only` selects them, and kept otherwise.
 """
 
 import argparse
@@ -40,6 +42,7 @@ class DecodingCase:
 CASES = {
     str(case): case
     for case in (
+        DecodingCase("llama3.1-8b", "h100-sxm5:1", 1, 2048),
         DecodingCase("qwen3-0.6b", "h200-sxm:1", 8, 2048),
         DecodingCase("qwen3-0.6b", "tpu-v6e:1x1", 8, 2048),
         DecodingCase("llama3.1-8b", "h200-sxm:1", 64, 2048),
@@ -50,14 +53,15 @@ CASES = {
 
 
 def read(case: DecodingCase) -> dict[str, Any]:
-    """Compile a case. Return bytes on one device: of weights and their reads, of the cache and its reads."""
+    """Compile a case. Return its launches and loops, and bytes on one device: of weights and their reads, of the cache
+    and its reads."""
     import jax.numpy as jnp
 
     from jaxlm.inference.cache_memory import CacheSize
     from jaxlm.inference.programs import EnginePrograms
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.inference.step_shapes import TILE, StepShape
-    from jaxlm.lowering import hlo, targets
+    from jaxlm.lowering import hlo, launched_kernels, targets
     from jaxlm.lowering.argument_reads import argument_reads
     from jaxlm.lowering.report import memory_of
     from jaxlm.parallel.layout import Layout
@@ -74,14 +78,18 @@ def read(case: DecodingCase) -> dict[str, Any]:
     began = time.perf_counter()
     compiled = programs.step(StepShape(case.sequences, 0, TILE), cache).compile()
     seconds = time.perf_counter() - began
-    found = argument_reads(hlo.parse(compiled.as_text(), trips=pages))
-    weights = [each for each in found if each.name.startswith("parameters")]
-    stored = [each for each in found if each.name.startswith("pages")]
+    program = hlo.parse(compiled.as_text(), trips=pages)
+    instructions = [each for part in program.computations.values() for each in part.instructions.values()]
+    reads = argument_reads(program)
+    weights = [each for each in reads if each.name.startswith("parameters")]
+    stored = [each for each in reads if each.name.startswith("pages")]
     matrices = [each for each in weights if each.bytes > 1 << 20]
     counted = pages * case.sequences * sum(programs.page_bytes)
     memory = memory_of(compiled, target.chip)
     return {
         "compile_s": round(seconds, 1),
+        "launches": sum(kernel.count for kernel in launched_kernels.kernels(program)),
+        "loops": sum(each.opcode == "while" for each in instructions),
         "weights": sum(each.bytes for each in weights),
         "weights_read": sum(each.read for each in weights),
         "weights_copied": sum(each.copied for each in weights),

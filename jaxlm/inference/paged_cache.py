@@ -17,6 +17,7 @@ from jaxlm.models.rows import RowContext
 from jaxlm.models.views import PagedSection, PagedView
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
+from kernels_pallas.core import target
 from kernels_pallas.flash_attention import KeyRange
 
 Arrays = dict[str, dict[str, jax.Array]]  # by entry and slot, [P, …, S, H], or [P, …, H, S]
@@ -198,9 +199,28 @@ class PagedLayer:
         return dataclasses.replace(self, pages={**self.pages, **written}, key_range=rows.key_range)
 
     def _written(self, name: str, new: jax.Array) -> jax.Array:
-        """Write entries [R, …, H] into the pages of a slot, one slice for each run."""
-        pages, at = self.pages[name], 0
+        """Write entries [R, …, H] into the pages of a slot."""
+        pages = self.pages[name]
         new, tokens = new.astype(pages.dtype), pages.ndim - (1 if name in self.tokens_last else 2)  # the axis of a page
+        # A GPU would be launched once for each trip of a loop; elsewhere XLA scatters number by number.
+        return (self._scattered if target.platform() == "gpu" else self._in_loops)(pages, new, tokens)
+
+    def _scattered(self, pages: jax.Array, new: jax.Array, tokens: int) -> jax.Array:
+        """Write entries into pages, whose tokens have this axis, at once; none of padding."""
+        parts, at = [], 0
+        for section in self.of_tokens:
+            page_Q, _ = self._places(section, at)
+            parts.append(jnp.repeat(page_Q, section.rows))
+            at += len(page_Q) * section.rows
+        page_R, position_R = jnp.concatenate(parts), self.position_R
+        index = [slice(None)] * pages.ndim
+        beyond = len(pages)
+        index[0], index[tokens] = jnp.where(position_R < 0, beyond, page_R), jnp.maximum(position_R, 0) % self.size
+        return pages.at[tuple(index)].set(new, mode="drop")
+
+    def _in_loops(self, pages: jax.Array, new: jax.Array, tokens: int) -> jax.Array:
+        """Write entries into pages, whose tokens have this axis, one slice for each run."""
+        at = 0
         for section in self.of_tokens:
             page_Q, first_Q = self._places(section, at)
             at_Q = jnp.maximum(first_Q, 0) % self.size

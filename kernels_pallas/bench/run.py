@@ -124,7 +124,7 @@ def comparisons(operations: Sequence[str], patterns: Sequence[str] = ()) -> Iter
     """Yield every comparison of these operations, and of the cases of these patterns, that can be measured here."""
     for name in operations:
         for case in cases(OPERATIONS[name], patterns):
-            for training in (False, True):
+            for training in (False, True) if case.differentiable() else (False,):
                 yield Comparison(OPERATIONS[name], case, training)
 
 

@@ -10,6 +10,7 @@ from kernels_pallas.gated_activation.cases import OPERATION as GATED_ACTIVATION
 from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
 from kernels_pallas.linear_cross_entropy.cases import OPERATION as LINEAR_CROSS_ENTROPY
 from kernels_pallas.matmul.cases import OPERATION as MATMUL
+from kernels_pallas.paged_attention.cases import OPERATION as PAGED_ATTENTION
 from kernels_pallas.rms_norm.cases import OPERATION as RMS_NORM
 from kernels_pallas.rotary_embedding.cases import OPERATION as ROTARY_EMBEDDING
 from kernels_pallas.softmax.cases import LOG_OPERATION as LOG_SOFTMAX
@@ -28,6 +29,7 @@ OPERATIONS: dict[str, KernelOperation] = {
         MATMUL,
         LINEAR_CROSS_ENTROPY,
         FLASH_ATTENTION,
+        PAGED_ATTENTION,
     )
 }
 

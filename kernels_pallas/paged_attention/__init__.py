@@ -9,9 +9,11 @@ import numpy as np
 from kernels_pallas.core import checks
 from kernels_pallas.core.choice import choose
 from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.paged_attention import reference, xla
+from kernels_pallas.paged_attention import reference, triton, xla
 
 __all__ = ["paged_attention"]
+
+_ATTEND = {"reference": reference.paged_attention, "triton": triton.paged_attention, "xla": xla.paged_attention}
 
 
 def paged_attention(
@@ -42,18 +44,30 @@ def paged_attention(
         zeros.
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap.
-      implementation: "reference" or "xla"; None is "xla", which walks over the pages that a row sees and holds the
-        scores of one page of each sequence.
+      implementation: "reference", "triton" or "xla"; None is "triton" on NVIDIA GPUs where it serves, and otherwise
+        "xla", which walks over the pages that a row sees and holds the scores of one page of each sequence.
 
     Returns [Q, T, N, V] in query's dtype. It has no derivative.
 
-    Raises ValueError for operands that do not fit.
+    Under a mesh of several devices the kernel runs inside `jax.shard_map`; elsewhere None is "xla".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     _check(query, key, value, table, key_range)
-    chosen = choose("paged_attention", implementation, {"xla": lambda _: None})
-    attend = reference.paged_attention if chosen == "reference" else xla.paged_attention
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return attend(query, key, value, table, key_range=KeyRange(*key_range), scale=scale, soft_cap=soft_cap)
+    reasons = {"triton": lambda _: triton.unsupported_reason(query, value), "xla": lambda _: None}
+    chosen = choose("paged_attention", implementation, reasons)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    soft_cap = None if soft_cap is None else float(soft_cap)
+    return _ATTEND[chosen](query, key, value, table, key_range=KeyRange(*key_range), scale=scale, soft_cap=soft_cap)
+
+
+def runs_kernel(platform: str, query: Any, value: Any) -> bool:
+    """Return whether None takes a kernel on the chips of a platform, "gpu" or "tpu", that one is compiled for.
+
+    Args:
+      query, value: arrays, or shapes and dtypes.
+    """
+    return platform == "gpu" and triton.unsupported_reason(query, value) is None
 
 
 def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any]) -> None:

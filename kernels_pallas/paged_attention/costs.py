@@ -1,10 +1,16 @@
-"""The cost of paged attention as XLA runs it: one trip of its loop over the pages of each sequence."""
+"""The cost of paged attention: one trip of XLA's loop over the pages of each sequence, and the kernels of GPUs."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 
+from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.paged_attention.xla import padded_columns, padded_queries
+
+# A GPU's kernel splits the keys of few queries: `SPLIT` tokens go to each of `LANES` programs in turn. The keys of a
+# prompt's tile, of which there are several at once, go to one.
+FEW_QUERIES, SPLIT, LANES = 8, 256, 32
 
 # FLOPs for each score between the two products (scale, maximum, difference, exponential, sum), and for a soft cap.
 _SCORE_FLOPS, _CAP_FLOPS = 5, 3
@@ -71,3 +77,49 @@ def page_cost(
         3 * pages + through_memory,
         pages + scores * (4 + value.dtype.itemsize) + 2 * 4 * sums,
     )
+
+
+def kernel_costs(
+    query: Any, key: Any, value: Any, table: Any, *, soft_cap: float | None = None, **_: Any
+) -> KernelCosts:
+    """Return the kernels' costs on these arrays, or shapes and dtypes, if all pages of the table are seen. There is no
+    derivative."""
+    tokens, V = table.shape[1] * value.shape[2], value.shape[3]
+    of_lanes = lanes(query.shape[1], tokens)
+    parts = lanes_cost(query, key, value, tokens, of_lanes, soft_cap), join_cost(query, V, of_lanes)
+    return KernelCosts(KernelCost(*map(sum, zip(*parts, strict=True))), KernelCost())
+
+
+def lanes(queries: int, tokens: int) -> int:
+    """Return the programs among which a sequence of this many tokens is split, for so many queries of it."""
+    return min(LANES, -(-tokens // SPLIT)) if queries <= FEW_QUERIES else 1
+
+
+def lanes_cost(
+    query: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
+    value: jax.ShapeDtypeStruct,
+    tokens: int,
+    lanes: int,
+    soft_cap: float | None,
+) -> KernelCost:
+    """Return the cost of the kernel that attends to this many tokens of each sequence, for operands as `page_cost`
+    takes them: each token is read once, and the sums of each lane are written."""
+    (Q, T, N, H), (_, K, _, V) = query.shape, value.shape
+    scores, rows = Q * T * N * tokens, Q * T * N
+    flops = scores * (2 * (H + V) + _SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0))
+    moved = Q * K * tokens * (H + V) * key.dtype.itemsize + rows * H * query.dtype.itemsize
+    return KernelCost(flops, scores, moved + lane_bytes(rows, lanes, V))
+
+
+def join_cost(query: jax.ShapeDtypeStruct, V: int, lanes: int) -> KernelCost:
+    """Return the cost of the kernel that joins the sums of lanes."""
+    rows = math.prod(query.shape[:3])
+    flops = rows * lanes * (_RESCALE_FLOPS * (V + 1) + 1)
+    return KernelCost(flops, rows * lanes, lane_bytes(rows, lanes, V) + rows * V * query.dtype.itemsize)
+
+
+def lane_bytes(rows: int, lanes: int, V: int) -> int:
+    """Return the bytes of the sums of lanes for these rows, in float32: V columns of values, the weights, and the
+    largest score."""
+    return 4 * rows * lanes * (V + 2)

@@ -14,8 +14,8 @@ def paged_attention(
     table: jax.Array,
     *,
     key_range: KeyRange,
-    scale: float,
-    soft_cap: float | None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
 

@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 import meshes
 import numpy as np
+import pytest
 
+from jaxlm.inference import paged_cache
 from jaxlm.inference.paged_cache import PagedCache, PageLayout
 from jaxlm.models.cache import CacheEntry, Slot
 from jaxlm.models.doors import Dropout, attention
@@ -15,8 +17,10 @@ from kernels_pallas.flash_attention import KeyRange, flash_attention
 PAGE, TILE, SHAPE = 8, 4, (2, 16)
 
 
-def test_rows_write_to_and_read_from_their_own_sequence():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_rows_write_to_and_read_from_their_own_sequence(platform, monkeypatch):
     """One that decodes, and a tile of another whose last row is padding; attention is that over the arrays."""
+    monkeypatch.setattr(paged_cache.target, "platform", lambda: platform)  # a GPU's way to write runs anywhere
     slot = Slot(SHAPE, HEADS[2:])
     layout = PageLayout.of({"0": CacheEntry(1, {"key": slot._replace(tokens_last=True), "value": slot})}, PAGE)
     draw = np.random.default_rng(0)

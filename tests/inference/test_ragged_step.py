@@ -1,5 +1,6 @@
 """The engine's step: what it reads is what one forward pass over the whole text does."""
 
+import dataclasses
 from functools import partial
 
 import forced_steps
@@ -12,6 +13,7 @@ from matrices import sampled
 from jaxlm.lowering import collectives, hlo
 from jaxlm.lowering.programs import step_programs
 from jaxlm.models import tree
+from kernels_pallas.core import interpreted
 from kernels_pallas.paged_attention.costs import loop_name
 
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
@@ -46,6 +48,25 @@ def test_chunks_of_a_prompt_read_what_the_full_pass_does(family):
         chunks = {i: tokens[i][steps.lengths[i] : end[i]] for i in range(3)}
         for i, logits in enumerate(steps.read(chunks)):
             same(logits, expected[i][end[i] - 1])
+
+
+def test_kernels_read_what_the_full_pass_does_whatever_is_beside_to_the_bit():
+    """Chunks that end within pages, then single tokens, of layers with and without windows; together and alone."""
+    model, parameters, tokens, expected = parts(FAMILIES["mixed"], 80)
+    settings = dataclasses.replace(
+        forced_steps.SETTINGS, page=64
+    )  # programs are kept by settings, and these are interpreted
+    logits = []
+    for beside in ([0, 1, 2], [1]):
+        steps, mine = forced_steps.ForcedSteps(model, parameters, settings=settings), beside.index(1)
+        with interpreted():
+            steps.read({i: tokens[i][:32] for i in beside})
+            chunk = steps.read({i: tokens[i][32 : 60 + i] for i in beside})
+            token = steps.read({i: tokens[i][60 + i : 61 + i] for i in beside}, decodes=True)
+        same(chunk[mine], expected[1][60])
+        same(token[mine], expected[1][61])
+        logits.append((chunk[mine], token[mine]))
+    np.testing.assert_array_equal(*logits)
 
 
 @pytest.mark.parametrize("sizes", sampled([(1, 8, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ["(2, 2, 2)"]), ids=str)

@@ -72,6 +72,10 @@ SAMPLE = {
         "rows that see nothing-float32": "triton",
         "wide, packed, window, cap and sinks-bfloat16": "triton",
     },
+    "paged_attention": {
+        "few tokens, cap, no keys-float32": "triton",
+        "tile of a prompt, window-bfloat16": "triton",
+    },
 }
 
 

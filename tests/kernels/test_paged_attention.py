@@ -1,5 +1,6 @@
 """Paged attention against the reference, and its promise that a row depends on its own sequence alone."""
 
+import functools
 import itertools
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 from matrices import sampled
 
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas import paged_attention
+from kernels_pallas.core import interpreted
+from kernels_pallas.paged_attention.costs import LANES, SPLIT
 
 PAGES, K, S, H, M = 23, 2, 16, 8, 5
 
@@ -39,23 +42,31 @@ SEEN = ranges([(0, 37), (0, 38)], [(0, 0), (0, 1)], [(41, 72), (42, 73)])
 
 
 CAPPED = {"scale": 0.3, "soft_cap": 2.0}
-FORMS = itertools.product([1, 3], [{}, CAPPED], ["float32", "bfloat16"])
+NAMES = ["xla", "triton"]
+FORMS = itertools.product([1, 3], [{}, CAPPED], ["float32", "bfloat16"], NAMES)
+
+
+@interpreted()
+def attend(name, *operands, **options):
+    """Call an implementation, interpreted."""
+    return paged_attention(*operands, implementation=name, **options)
 
 
 @pytest.mark.parametrize(
-    ("groups", "options", "dtype"),
+    ("groups", "options", "dtype", "name"),
     sampled(
-        [pytest.param(*form, id=f"{form[0]}-{'capped' if form[1] else 'plain'}-{form[2]}") for form in FORMS],
-        ["1-plain-bfloat16", "3-capped-float32", "3-plain-float32"],
+        [pytest.param(*form, id=f"{form[0]}-{'capped' if form[1] else 'plain'}-{form[2]}-{form[3]}") for form in FORMS],
+        [
+            *("1-plain-bfloat16-xla", "3-capped-float32-xla", "3-plain-float32-xla"),
+            *("1-plain-bfloat16-triton", "3-capped-float32-triton"),
+        ],
     ),
 )
-def test_it_is_the_reference(groups, options, dtype):
+def test_it_is_the_reference(groups, options, dtype, name):
     key, value, query = drawn(groups, dtype)
     q = query(3, 2)
-    made, expected = (
-        paged_attention(q, key, value, TABLE, key_range=SEEN, implementation=name, **options)
-        for name in ("xla", "reference")
-    )
+    made = attend(name, q, key, value, TABLE, key_range=SEEN, **options)
+    expected = paged_attention(q, key, value, TABLE, key_range=SEEN, implementation="reference", **options)
     assert made.dtype == q.dtype and not made[1, 0].any()
     # float32: sums in another order; bfloat16: one rounding of numbers up to 2.
     np.testing.assert_allclose(
@@ -63,10 +74,11 @@ def test_it_is_the_reference(groups, options, dtype):
     )
 
 
-def test_rows_depend_on_their_own_sequence_alone_to_the_bit():
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_depend_on_their_own_sequence_alone_to_the_bit(name):
     """Compare with each row alone, in other pages, beside longer ones, and beside pages that hold NaN."""
     key, value, query = drawn(3)
-    q, attend = query(3, 2), jax.jit(paged_attention)
+    q, attend = query(3, 2), program(name)
     together = np.asarray(attend(q, key, value, TABLE, key_range=SEEN))
     moved = np.random.default_rng(1).permutation(PAGES)
     where = np.argsort(moved)[np.asarray(TABLE)].astype(np.int32)
@@ -86,6 +98,80 @@ def test_rows_depend_on_their_own_sequence_alone_to_the_bit():
             seen = tuple(x[i : i + 1, t : t + 1] for x in SEEN)
             alone = attend(q[i : i + 1, t : t + 1], key, value, TABLE[i : i + 1], key_range=seen)
             np.testing.assert_array_equal(alone[0, 0], together[i, t])
+
+
+def program(name):
+    """Return an implementation, interpreted in one compiled program for each shape."""
+    call = interpreted()(functools.partial(paged_attention, implementation=name))
+    return jax.jit(call, static_argnames=("scale", "soft_cap"))
+
+
+def in_float64(q, key, value, table, key_range, scale, cap):
+    """Return attention in NumPy's float64, a row at a time."""
+    start, end = (np.asarray(x) for x in key_range)
+    (Q, T, N, _), K = q.shape, key.shape[1]
+    attended = np.zeros((Q, T, N, value.shape[-1]))
+    for i, t, n in np.ndindex(Q, T, N):
+        keys = np.concatenate(np.asarray(key, np.float64)[table[i], n // (N // K)], axis=1)[:, start[i, t] : end[i, t]]
+        values = np.concatenate(np.asarray(value, np.float64)[table[i], n // (N // K)])[start[i, t] : end[i, t]]
+        scores = cap * np.tanh(scale * np.asarray(q, np.float64)[i, t, n] @ keys / cap)
+        weights = np.exp(scores - scores.max(initial=-np.inf))
+        attended[i, t, n] = weights @ values / weights.sum() if len(scores) else 0
+    return attended
+
+
+def test_splits_go_round_all_lanes_and_windows_begin_in_any():
+    """More tokens than all lanes take at once, beside a window that begins within a split, and a row with no key."""
+    size, heads, width = 64, 3, 24
+    pages = (LANES + 3) * SPLIT // size
+    random = np.random.default_rng(0)
+    key, value, q = (
+        jnp.asarray(random.standard_normal(shape, np.float32))
+        for shape in [(pages + 1, 1, width, size), (pages + 1, 1, size, 40), (3, 2, heads, width)]
+    )
+    table = jnp.asarray(np.stack([1 + random.permutation(pages) for _ in range(3)]), jnp.int32)
+    most = pages * size
+    seen = ranges([(0, most - 70), (0, most)], [(3000, 3300), (3001, 3301)], [(0, 0), (700, 701)])
+    made = program("triton")(q, key, value, table, key_range=seen, scale=0.4, soft_cap=9.0)
+    expected = in_float64(q, key, value, np.asarray(table), seen, 0.4, 9.0)
+    np.testing.assert_allclose(made, expected, rtol=0, atol=1e-6)  # sums of 9,000 weights, in float32
+
+
+def test_no_surroundings_change_a_bit_of_a_row():
+    """One sequence of two lanes in 200 random surroundings: row of the batch, pages, lengths of the others, NaN in what
+    others have and in what is left over of its pages; and in batches and tables of other sizes."""
+    size, pages, length, width = 32, 40, 301, 16
+    random = np.random.default_rng(0)
+    own_key, own_value, q = (
+        random.standard_normal(shape).astype(np.float32)
+        for shape in [(2, width, length), (2, length, width), (1, 1, 4, width)]
+    )
+    attend, own = program("triton"), -(-length // size)
+
+    def surrounded(rows, most):
+        """Return the sequence's row of a random batch of so many rows, whose tables have so many pages."""
+        mine = random.permutation(pages)[:own]
+        key, value = (
+            np.full((pages, 2, width, size), np.nan, np.float32),
+            np.full((pages, 2, size, width), np.nan, np.float32),
+        )
+        for at in range(length):
+            key[mine[at // size], :, :, at % size] = own_key[:, :, at]
+            value[mine[at // size], :, at % size] = own_value[:, at]
+        row = int(random.integers(rows))
+        table = random.integers(pages, size=(rows, most)).astype(np.int32)
+        table[row, :own] = mine
+        queries = random.standard_normal((rows, 1, 4, width)).astype(np.float32)
+        queries[row] = q[0]
+        end = random.integers(most * size + 1, size=(rows, 1)).astype(np.int32)
+        end[row] = length
+        return np.asarray(attend(queries, key, value, table, key_range=(np.zeros_like(end), end)))[row]
+
+    expected = surrounded(1, own)
+    assert np.isfinite(expected).all()
+    shapes = [(3, 12)] * 192 + [(1, 10), (1, 16), (2, 70), (5, 10)] * 2
+    for shape in shapes:
+        np.testing.assert_array_equal(surrounded(*shape), expected)
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,10 @@ def test_tiles_of_a_product_that_were_tuned_alone_are_not_taken_with_a_residual(
     assert alone["matmul"][0] == [1024, 512] and added["matmul"][0] == [512, 2048]
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    "name, implementation",
+    [(name, each) for name, of in OPERATIONS.items() for each in of.implementations if each != "mosaic_gpu"],
+)
 @interpreted()
 def test_every_kernel_asks(name, implementation):
     """Every kernel that a row of the compile matrix launches, forward and backward, asks the table."""

@@ -8,13 +8,15 @@ import meshes
 import model_fixtures
 import pytest
 from matrices import sampled
+from workload_fixtures import workload
 
+from jaxlm.costs.counted import operations
 from jaxlm.costs.hardware.target import Target
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape
-from jaxlm.lowering import hlo, targets
+from jaxlm.lowering import hlo, launched_kernels, targets
 from jaxlm.lowering.argument_reads import argument_reads
 
 MATRIX = 4 * 8 * 8
@@ -130,7 +132,7 @@ ENTRY %main (w: f32[8,8], x: f32[8], i: s32[]) -> f32[8] {{
 )
 @pytest.mark.parametrize("chips", sampled(["h200-sxm:1", "tpu-v6e:1x1", "h200-sxm:2"], ["h200-sxm:1"]))
 def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
-    """And copies no weight. Every sequence has read two pages of three; for a GPU XLA gathers them, then multiplies."""
+    """And copies no weight and no page. Every sequence has read two pages of three; a GPU's kernel gets all pages."""
     target = Target.parse(chips)
     mesh = meshes.make(1, 1, target.devices, devices=targets.devices(target))
     wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}  # XLA for a GPU pads matrices of other widths
@@ -138,7 +140,8 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
     programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), EngineSettings(slots=4))
     cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
     compiled = programs.step(StepShape(4, 0, TILE), cache).compile()
-    found = argument_reads(hlo.parse(compiled.as_text(), trips=2))
+    program = hlo.parse(compiled.as_text(), trips=2)
+    found = argument_reads(program)
     weights = [each for each in found if each.name.startswith("parameters") and each.bytes > 2 * 256]
     assert len(weights) >= 3 * 7
     for each in weights:
@@ -150,5 +153,17 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
     counted = {each.name: each.bytes * 2 * 4 // 13 for each in pages}  # of 13 pages
     assert sum(counted.values()) == 2 * 4 * sum(programs.page_bytes)
     for each in pages:
-        in_faster_memory = {each.bytes} if target.chip.kind == "tpu" else set()
-        assert each.read in {counted[each.name]} | in_faster_memory, each
+        assert each.read in {counted[each.name], each.bytes} and not each.copied, each
+    if target.chip.kind == "tpu":
+        return
+    launches = [kernel for kernel in launched_kernels.kernels(program) if "paged_attention" in kernel.name]
+    assert sum(kernel.count for kernel in launches) == 2 * model.num_layers and "while" not in _opcodes(program)
+    # The kernels get five pages more than they read (one is of no sequence), positions and tables.
+    declared = workload("decode", model, 4, 256, layout=dict(mesh.shape), page=128)
+    said = sum(op.times * op.least_bytes for op in operations.step(declared) if op.scope.endswith(("scores", "pv")))
+    more = 5 * sum(programs.page_bytes)
+    assert sum(kernel.count * kernel.bytes for kernel in launches) - more == pytest.approx(said, rel=0.01)
+
+
+def _opcodes(program):
+    return {each.opcode for part in program.computations.values() for each in part.instructions.values()}

@@ -158,7 +158,7 @@ def _maximum(better: Callable[..., Any], spoiled: Callable[..., Any]) -> Callabl
         result = operands[0]
         for operand in operands[1:]:
             result = (spoiled if "NaN" in modifiers else better)(result, operand)
-        return result
+        return np.maximum(result, 0) if "relu" in modifiers else result
 
     return _either(compute, compute)
 
@@ -216,7 +216,8 @@ _MODIFIERS = {
     "mad": {"rn", "ftz", "lo", "wide"},
     "div": {"rn", "full", "approx", "ftz"},
     **dict.fromkeys(("neg", "abs"), {"ftz"}),
-    **dict.fromkeys(("max", "min"), {"ftz", "NaN"}),
+    "max": {"ftz", "NaN"},
+    "min": {"ftz", "NaN", "relu"},
     **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "tanh", "sin", "cos"), {"rn", "approx", "ftz"}),
     "shf": {"l", "r", "wrap", "clamp"},
     "setp": {"ftz", "and", "or", "xor", "num", "nan", "lo", "ls", "hi", "hs"}

@@ -78,6 +78,7 @@ def test_floating_point(instruction, operands, expected):
         ("lop3.b32 %r9, %r1, %r2, 255, 0x78;", [WORDS, WORDS[::-1]], WORDS ^ (WORDS[::-1] & np.uint32(255))),
         ("not.b32 %r9, %r1;", [WORDS], ~WORDS),
         ("min.s32 %r9, %r1, 5;", [WORDS], np.minimum(WORDS.view("i4"), 5).view("u4")),
+        ("min.relu.s32 %r9, %r1, 5;", [WORDS], np.clip(WORDS.view("i4"), 0, 5).view("u4")),
         (
             "cvt.rzi.s32.f32 %r9, %r1;",
             [np.float32([1e30, -1e30, np.nan, -2.5]).view("u4")],
@@ -244,6 +245,12 @@ def test_the_largest_of_a_warp(operation, expected):
     values[[3, 7]] = np.nan, -2
     made = computed(f"redux.sync.{operation}.f32 %r9, %r1, 0xFFFFFFFF;", values)
     np.testing.assert_array_equal(made, np.full(32, expected, np.float32))
+
+
+@pytest.mark.parametrize("operation, expected", [("max", 28), ("min", -3)])
+def test_the_largest_whole_number_of_a_warp(operation, expected):
+    made = computed(f"redux.sync.{operation}.s32 %r9, %r1, 0xFFFFFFFF;", np.arange(-3, 29, dtype=np.int32))
+    np.testing.assert_array_equal(made, np.full(32, expected, np.int32))
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -69,10 +69,12 @@ def _redux(blocks: ThreadBlocks, instruction: PtxInstruction, active: np.ndarray
     _require_all(blocks, instruction, members)
     match instruction.modifiers:
         case ("sync", "max" | "min" as operation, *propagates, "f32") if propagates in ([], ["NaN"]):
-            reduce = getattr(np, operation + "imum" if propagates else "f" + operation)
+            reduce, dtype = getattr(np, operation + "imum" if propagates else "f" + operation), np.dtype(np.float32)
+        case ("sync", "max" | "min" as operation, "s32"):
+            reduce, dtype = getattr(np, operation + "imum"), np.dtype(np.int32)
         case _:
             raise blocks.unknown(instruction)
-    reduced = reduce.reduce(blocks.by_warp(source, np.dtype(np.float32)), axis=1)
+    reduced = reduce.reduce(blocks.by_warp(source, dtype), axis=1)
     blocks.write(target, np.repeat(reduced, 32), active)
 
 

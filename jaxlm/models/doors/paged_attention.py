@@ -1,17 +1,20 @@
 """Attention over keys and values in the pages of an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models import kernels
 from jaxlm.models.doors.cost import (
     DoorCost,
     DoorProduct,
     Local,
     Pass,
     Product,
+    ProductKernel,
     UnpaddedReads,
     VisibleFraction,
     Workspace,
@@ -19,11 +22,12 @@ from jaxlm.models.doors.cost import (
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import HEADS, Axes
 from jaxlm.models.views import PagedView
-from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import KeyRange
-from kernels_pallas.paged_attention import costs
+from kernels_pallas.paged_attention import costs, runs_kernel
 from kernels_pallas.paged_attention import paged_attention as attend
 
+TABLE: Axes = (None, None)
 KEY_PAGES: Axes = (None, "act_kv_heads", "act_head_dim", None)
 VALUE_PAGES: Axes = (None, "act_kv_heads", None, "act_head_dim")
 
@@ -51,14 +55,48 @@ def visible_fraction(queries: int, keys: int, window: int | None) -> VisibleFrac
 
 
 def _declare(local: Local) -> DoorCost:
-    """Declare the loops over pages, or for a step without padding the products with the model's sizes."""
+    """Declare a kernel, or the loops over pages; for a step without padding the products with the model's sizes."""
+    sections = [each for each in local.sections if isinstance(each, costs.SectionReads)]
+    if len(sections) < len(local.sections):
+        unpadded = (each for each in local.sections if isinstance(each, UnpaddedReads))
+        products = [product for each in unpadded for product in _unpadded_products(local, each)]
+        return DoorCost(tuple(products), counts_all_steps=True)
+    query, _, value = (each.abstract for each in local.operands[:3])
+    by_kernel = local.kernels and runs_kernel(local.platform, query, value)
+    return _by_kernel(local, sections) if by_kernel else _by_loops(local, sections)
+
+
+def _by_kernel(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
+    """Declare the two kernels of each section, of all steps as one."""
+    query, key, value = (each.abstract for each in local.operands[:3])
+    (*_, N, H), (_, K, S, V) = query.shape, value.shape
+    products: list[DoorProduct] = []
+    parts: list[KernelCost] = []
+    workspace = 0
+    for section in sections:
+        Q, T, trips = section.sequences, section.queries, section.trips(local.options["window"])
+        rows, tokens = jax.ShapeDtypeStruct((Q, T, N, H), query.dtype), trips * S
+        lanes = costs.lanes(T, tokens)
+        parts.append(costs.lanes_cost(rows, key, value, tokens, lanes, local.options["soft_cap"]))
+        parts.append(costs.join_cost(rows, V, lanes))
+        scores, pv = (Q * K * trips, T * N // K, H, S), (Q * K * trips, T * N // K, S, V)
+        products += [DoorProduct(Product(*scores), 0, scope="scores"), DoorProduct(Product(*pv), 0, scope="pv")]
+        workspace = max(workspace, costs.lane_bytes(Q * T * N, lanes, V))
+    whole = KernelCost(*map(sum, zip(*parts, strict=True)))
+    return DoorCost(
+        tuple(products),
+        kernel=ProductKernel(KernelCosts(whole, KernelCost()), ()),
+        workspace=Workspace(beside=workspace),
+        counts_all_steps=True,
+    )
+
+
+def _by_loops(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
+    """Declare XLA's loops over pages."""
     products: list[DoorProduct] = []
     passes: list[Pass] = []
     workspace, window = 0, local.options["window"]
-    for section in local.sections:
-        if isinstance(section, UnpaddedReads):
-            products += _unpadded_products(local, section)
-            continue
+    for section in sections:
         page, trips = _page_cost(local, section), section.trips(window)
         workspace = max(workspace, page.workspace)
         if not trips:  # the rows of the section are all padding
@@ -87,6 +125,10 @@ def _unpadded_products(local: Local, reads: UnpaddedReads) -> Iterator[DoorProdu
     yield DoorProduct(Product(*pv), 0, scope="pv", visible=visible)
 
 
+def _attend(query: Any, key: Any, value: Any, table: Any, start: Any, end: Any, **options: Any) -> jax.Array:
+    return attend(query, key, value, table, key_range=KeyRange(start, end), **options)
+
+
 @door(_signature, _declare, pinned=True)
 def paged_attention(
     query_R1NH: jax.Array, view: PagedView, *, scale: float | None, soft_cap: float | None, window: int | None
@@ -102,11 +144,11 @@ def paged_attention(
         Q = len(table_QM)
         part = slice(first, first + Q * rows)
         query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
-        key_range = KeyRange(*(x_R1[part].reshape(Q, rows) for x_R1 in view.key_range))
+        start_QT, end_QT = (x_R1[part].reshape(Q, rows) for x_R1 in view.key_range)
+        operands = (query_QTNH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES), (table_QM, TABLE)
+        ranges = (start_QT, HEADS[:2]), (end_QT, HEADS[:2])
         with jax.named_scope(costs.loop_name(rows, window)):
-            attended_QTNV = attend(
-                query_QTNH, key, value, table_QM, key_range=key_range, scale=scale, soft_cap=soft_cap
-            )
+            attended_QTNV = kernels.run(_attend, *operands, *ranges, scale=scale, soft_cap=soft_cap)
         attended.append(attended_QTNV.reshape(Q * rows, 1, *attended_QTNV.shape[2:]))
         first += Q * rows
     return jnp.concatenate(attended)

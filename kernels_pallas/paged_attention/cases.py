@@ -1,0 +1,82 @@
+"""Test cases of paged attention."""
+
+import numpy as np
+
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
+from kernels_pallas.flash_attention.key_range import KeyRange
+from kernels_pallas.paged_attention import paged_attention, reference, triton
+from kernels_pallas.paged_attention.costs import kernel_costs
+
+IMPLEMENTATIONS = ("triton",)
+
+# Inside, weights are rounded before they are multiplied.
+_ROUNDINGS = 2
+
+
+def _case(
+    name: str,
+    *,
+    sequences: int = 3,
+    queries: int = 1,
+    heads: tuple[int, int] = (4, 2),
+    width: tuple[int, int] = (32, 32),
+    page: int = 32,
+    pages: int = 4,
+    window: int | None = None,
+    empty: bool = False,
+    options: dict | None = None,
+    **more,
+) -> KernelCase:
+    """Return a case whose sequences end before the last page does; queries are their last tokens.
+
+    Args:
+      heads: of queries and keys. width: of keys and values. page: tokens. pages: of each sequence, drawn among as many.
+      window: the most tokens that a query sees. empty: the first sequence sees nothing.
+    """
+    (N, K), (H, V), drawn = heads, width, pages * sequences
+    arrays = {
+        "query": CaseArray((sequences, queries, N, H), differentiable=False),
+        "key": CaseArray((drawn, K, H, page), differentiable=False),
+        "value": CaseArray((drawn, K, page, V), differentiable=False),
+        "table": CaseArray((sequences, pages), "int32", "below", drawn),
+    }
+    length = pages * page - np.arange(sequences, dtype=np.int32)[:, None] % page
+    end = length - np.arange(queries, dtype=np.int32)[None, ::-1]
+    start = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
+    if empty:
+        end[0] = start[0]
+    options = {"key_range": KeyRange(start, end)} | (options or {})
+    return KernelCase(name, arrays, options, roundings=_ROUNDINGS, **more)
+
+
+_CHIPS = {"page": 128, "pages": 16, "dtypes": ("bfloat16",), "uses": frozenset({"compile", "bench"})}
+
+CASES = (
+    _case("one token", dtypes=("float32", "bfloat16", "float16")),
+    _case("few tokens, cap, no keys", queries=3, empty=True, options={"soft_cap": 2.0, "scale": 0.3}),
+    _case("tile of a prompt, window", queries=20, width=(24, 40), window=50, dtypes=("float32", "bfloat16")),
+    _case("several lanes, pages of 48", heads=(3, 1), page=48, pages=12),
+    _case("small", page=32, uses={"bench"}),
+    _case("8 × 2048, 32/8 × 128", sequences=8, heads=(32, 8), width=(128, 128), **_CHIPS),
+    _case("1 × 2048, 32/8 × 128", sequences=1, heads=(32, 8), width=(128, 128), **_CHIPS),
+    _case(
+        "window 1024, cap, 8 × 2048, 16/8 × 256",
+        sequences=8,
+        heads=(16, 8),
+        width=(256, 256),
+        window=1024,
+        options={"soft_cap": 50.0},
+        **_CHIPS,
+    ),
+    _case("16 tiles of 32, 2048, 32/8 × 128", sequences=16, queries=32, heads=(32, 8), width=(128, 128), **_CHIPS),
+)
+
+
+def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
+    structs = case.structs(dtype)
+    return implementation == "xla" or triton.unsupported_reason(structs["query"], structs["value"]) is None
+
+
+OPERATION = KernelOperation(
+    paged_attention, reference.paged_attention, IMPLEMENTATIONS, CASES, kernel_costs, ("xla",), _serves
+)

@@ -1,0 +1,203 @@
+"""Paged attention on NVIDIA GPUs, compiled by Triton: split keys, then a join (Flash-Decoding, PyTorch's blog of
+October 2023).
+
+Splits have one size and go round a fixed number of lanes, however long sequences are and however many there are: each
+row is computed and added up in one order. One launch gives the sums of each lane, the other joins them. A prompt's tile
+has one lane.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas.core import interpretation, launch, tuning
+from kernels_pallas.flash_attention.key_range import KeyRange
+from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, dot, tanh_by_exp2
+from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
+
+MOST_WIDTH = 256
+TILE = 16  # of a matrix unit: pages are multiples
+
+
+class PagedTritonBlocks(NamedTuple):
+    """Tiles of up to `rows` queries of the heads that share a key, and of `keys` tokens, a power of two, computed by
+    `warps` of 32 threads, with loads `stages` ahead."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class PagedJoinBlocks(NamedTuple):
+    """The `warps` of 32 threads that join the sums of one row."""
+
+    warps: int
+
+
+# Defaults until sizes are measured.
+_NARROW, _FLOAT32 = PagedTritonBlocks(64, 64, 4, 3), PagedTritonBlocks(32, 32, 4, 2)
+_INTERPRETED = PagedTritonBlocks(16, 16, 4, 1)
+
+
+def unsupported_reason(query: Any, value: Any) -> str | None:
+    """Return why these kernels cannot serve a call, or None."""
+    (*_, size, V), H = value.shape, query.shape[-1]
+    if not 0 < min(H, V) <= max(H, V) <= MOST_WIDTH:
+        return f"head widths {H} and {V} are not both from 1 to {MOST_WIDTH}"
+    if size % TILE:
+        return f"pages of {size} tokens are no multiple of {TILE}"
+    return None
+
+
+def paged_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    *,
+    key_range: KeyRange,
+    scale: float,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See `kernels_pallas.paged_attention`."""
+    settings = FlashSettings(scale, soft_cap, 0, None, "triton")
+    return _joined(_sums_of_lanes(settings, query, key, value, table, key_range), query)
+
+
+def _sums_of_lanes(
+    settings: FlashSettings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    key_range: KeyRange,
+) -> list[jax.Array]:
+    """Return, of the keys of each lane, the largest score and the sum of weights, [Q, K, L, R], and the weighted sum of
+    values [Q, K, L, R, V], in float32."""
+    (Q, T, N, H), (P, K, S, V), (_, M) = query.shape, value.shape, table.shape
+    G, R = N // K, T * N // K
+    query_QKRH = query.reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, R, H)
+    ranges_QR = [jnp.repeat(x, G, axis=1) for x in key_range]
+    wide = jnp.promote_types(query.dtype, key.dtype)
+    default = _INTERPRETED if interpretation.current() else _FLOAT32 if wide.itemsize == 4 else _NARROW
+    sizes = tuning.blocks("paged_attention", "triton", (R, H, V), wide, default)
+    rows = min(max(TILE, pl.next_power_of_2(R)), sizes.rows)
+    keys = min(S & -S, sizes.keys, SPLIT)
+    blocks, L = pl.cdiv(R, rows), lanes(T, M * S)
+    in_split = (SPLIT if T <= FEW_QUERIES else M * S) // keys
+    round_trip = in_split * LANES
+    widths = {"H": pl.next_power_of_2(max(H, TILE)), "V": pl.next_power_of_2(max(V, TILE))}
+
+    def kernel(query, key, value, table, start, end, largest, total, attended) -> None:
+        lane, row = pl.program_id(0), pl.program_id(1) % blocks * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
+        is_row = row < R
+        start, end = launch.load(start.at[:], is_row), launch.load(end.at[:], is_row)
+        is_seeing = is_row & (end > start)
+        last = jnp.minimum(jnp.max(jnp.where(is_seeing, end, 0)), M * S)
+        first = jnp.maximum(jnp.min(jnp.where(is_seeing, start, last)), 0)
+
+        def tiles_before(tile: jax.Array) -> jax.Array:
+            """Return the number of the lane's tiles of keys in front of a tile."""
+            return tile // round_trip * in_split + jnp.clip(tile % round_trip - lane * in_split, 0, in_split)
+
+        query = _columns(query, is_row, H, widths["H"]).astype(wide)
+
+        def step(i: jax.Array, carry: tuple) -> tuple:
+            highest, weight_sum, value_sum = carry
+            tile = i // in_split * round_trip + lane * in_split + i % in_split
+            page, at = table[tile * keys // S], pl.ds(tile * keys % S, keys)
+            index = tile * keys + jax.lax.broadcasted_iota(jnp.int32, (keys,), 0)
+            channel = jax.lax.broadcasted_iota(jnp.int32, (widths["H"], keys), 0)
+            key_HS = launch.load(key.at[page, pl.ds(0, widths["H"]), at], channel < H if H < widths["H"] else None)
+            values, factor, _ = settings.factored(dot(query, key_HS.astype(wide), (1, 0)), None, tanh_by_exp2)
+            seen = is_seeing[:, None] & (start[:, None] <= index[None]) & (index[None] < end[:, None])
+            values = jnp.where(seen, values, -jnp.inf)
+            higher = jnp.maximum(highest, jnp.max(values, axis=1) * factor)
+            kept, weights = jnp.exp2(highest - higher), jnp.exp2(values * factor - higher[:, None])
+            # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
+            value_SV = _columns(value, (first <= index) & (index < last), V, widths["V"], page, at)
+            product = dot(weights.astype(value_SV.dtype), value_SV, (1, 0))
+            return higher, weight_sum * kept + jnp.sum(weights, axis=1), value_sum * kept[:, None] + product
+
+        begins = jnp.full((rows,), LOWEST), jnp.zeros((rows,)), jnp.zeros((rows, widths["V"]))
+        bounds = tiles_before(first // keys), tiles_before(pl.cdiv(last, keys))
+        highest, weight_sum, value_sum = jax.lax.fori_loop(*bounds, step, begins)
+        launch.store(largest.at[:], highest, is_row)
+        launch.store(total.at[:], weight_sum, is_row)
+        within = jax.lax.broadcasted_iota(jnp.int32, value_sum.shape, 1) < V
+        launch.store(attended.at[:, :], value_sum, (weight_sum > 0)[:, None] & within)  # others nobody reads
+
+    def spec(block: tuple, index: Callable[..., tuple]) -> pl.BlockSpec:
+        return pl.BlockSpec(block, lambda lane, b, q: index(lane, b // blocks, b % blocks, q))
+
+    range_spec = spec((None, rows), lambda lane, k, b, q: (q, b))
+    sum_spec = spec((None, None, None, rows), lambda lane, k, b, q: (q, k, lane, b))
+    return launch.call(
+        kernel,
+        [query_QKRH, key, value, table, *ranges_QR],
+        [jax.ShapeDtypeStruct((Q, K, L, R, *more), jnp.float32) for more in ((), (), (V,))],
+        params=launch.triton(sizes.warps, sizes.stages),
+        grid=(L, K * blocks, Q),
+        in_specs=[
+            spec((None, None, rows, widths["H"]), lambda lane, k, b, q: (q, k, b, 0)),
+            spec((P, None, widths["H"], S), lambda lane, k, b, q: (0, k, 0, 0)),
+            spec((P, None, S, widths["V"]), lambda lane, k, b, q: (0, k, 0, 0)),
+            spec((None, M), lambda lane, k, b, q: (q, 0)),
+            range_spec,
+            range_spec,
+        ],
+        out_specs=[
+            sum_spec,
+            sum_spec,
+            spec((None, None, None, rows, widths["V"]), lambda lane, k, b, q: (q, k, lane, b, 0)),
+        ],
+        cost=lanes_cost(query, key, value, M * S, L, settings.soft_cap),
+        name="paged_attention",
+    )
+
+
+def _joined(sums: list[jax.Array], query: jax.Array) -> jax.Array:
+    """Return the attended values [Q, T, N, V] of the sums of all lanes: always of LANES, empty ones where there are
+    fewer."""
+    (Q, K, L, R, V), T = sums[-1].shape, query.shape[1]
+    G = R // T
+    width = pl.next_power_of_2(max(V, TILE))
+    sizes = tuning.blocks("paged_attention_join", "triton", (V,), query.dtype, PagedJoinBlocks(4))
+
+    def kernel(largest, total, attended, out) -> None:
+        lane = jax.lax.broadcasted_iota(jnp.int32, (LANES,), 0)
+        total = launch.load(total.at[:], lane < L)
+        largest = launch.load(largest.at[:], lane < L, LOWEST)
+        weight = jnp.exp2(largest - jnp.max(largest))
+        attended = _columns(attended, total > 0, V, width)
+        whole = jnp.sum(total * weight)
+        attended = jnp.sum(attended * weight[:, None], axis=0) / jnp.where(whole == 0, 1.0, whole)
+        launch.store(out.at[:], attended, jax.lax.broadcasted_iota(jnp.int32, (width,), 0) < V)
+
+    of_row = pl.BlockSpec((None, None, LANES, None), lambda r, k, q: (q, k, 0, r))
+    (out_QTKGV,) = launch.call(
+        kernel,
+        sums,
+        [jax.ShapeDtypeStruct((Q, T, K, G, V), query.dtype)],
+        params=launch.triton(sizes.warps, 1),
+        grid=(R, K, Q),
+        in_specs=[of_row, of_row, pl.BlockSpec((None, None, LANES, None, width), lambda r, k, q: (q, k, 0, r, 0))],
+        out_specs=[pl.BlockSpec((None, None, None, None, width), lambda r, k, q: (q, r // G, k, r % G, 0))],
+        cost=join_cost(query, V, L),
+        name="paged_attention_join",
+    )
+    return out_QTKGV.reshape(Q, T, K * G, V)
+
+
+def _columns(ref: Any, is_row: jax.Array, width: int, columns: int, *at: Any) -> jax.Array:
+    """Load rows, at these indices of a reference or all, with zeros in rows that are not asked for and beyond the
+    width."""
+    shape = *is_row.shape, columns
+    mask = jnp.broadcast_to(is_row[:, None], shape)
+    if width < columns:
+        mask &= jax.lax.broadcasted_iota(jnp.int32, shape, 1) < width
+    return launch.load(ref.at[(*(at or (slice(None),)), pl.ds(0, columns))], mask)

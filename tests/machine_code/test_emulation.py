@@ -249,7 +249,9 @@ def test_the_largest_of_a_warp(operation, expected):
 
 @pytest.mark.parametrize("operation, expected", [("max", 28), ("min", -3)])
 def test_the_largest_whole_number_of_a_warp(operation, expected):
-    made = computed(f"redux.sync.{operation}.s32 %r9, %r1, 0xFFFFFFFF;", np.arange(-3, 29, dtype=np.int32))
+    made = computed(
+        f"redux.sync.{operation}.s32 %r9, %r1, 0xFFFFFFFF;", np.arange(-3, 29, dtype=np.int32), dtype=np.int32
+    )
     np.testing.assert_array_equal(made, np.full(32, expected, np.int32))
 
 

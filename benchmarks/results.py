@@ -22,6 +22,7 @@ _PACKAGES = (
     "libtpu",
     "nvidia-cuda-nvcc",
     "nvidia-cuda-nvdisasm",
+    "nvidia-nvptxcompiler",
     "flax",
     "optax",
     "torch",
@@ -31,7 +32,10 @@ _PACKAGES = (
     "triton",
     "numpy",
 )
-_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "nvidia-cuda-nvcc")
+_COMPILERS = (
+    *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
+    *("nvidia-cuda-nvcc", "nvidia-nvptxcompiler"),
+)
 
 
 def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:

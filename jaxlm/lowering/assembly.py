@@ -5,10 +5,8 @@ hot loop.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -18,8 +16,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxlm.core.errors import InputError
-from jaxlm.core.extras import install
+from jaxlm.lowering.assemblers import Assembler, ptxas, tool
 from jaxlm.lowering.sass import HotLoop, hot_loops
 
 _KERNEL = re.compile(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", re.DOTALL)
@@ -27,6 +24,8 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid) (\d+)")
 # ld.global.v4.b32, st.global.L1::evict_last.v2.b64, cp.async.cg.shared.global [a], [b], 0x10
 _ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* \[[^]]*\], \[[^]]*\], (\w+)")
+# Remarks on wgmma: products are serialised (C7513 and its neighbours, by cause), or waits are injected (C7517, C7519).
+_REMARK = re.compile(r"\((C75\d\d)\).*? in (?:the )?function '(\w+)'")
 _BULK_COPY = re.compile(r"\bcp\.async\.bulk\.tensor[\w.:]*\.(shared|global)\b")
 # Matrix-multiply instructions, newest generation first: Blackwell, Hopper, Ampere.
 _PRODUCTS = ("tcgen05.mma", "wgmma", "mma.sync")
@@ -37,6 +36,7 @@ class AssembledKernel(NamedTuple):
     """An assembled kernel.
 
     Attributes:
+      assembler: the release of CUDA whose assembler it is from.
       threads: per block.
       registers: per thread, at most 255.
       spilled: bytes per thread that spill from registers to memory.
@@ -44,17 +44,29 @@ class AssembledKernel(NamedTuple):
         median of all such instructions: at most 16, more for the copy engine (TMA), 0 if there are none.
       products: the matrix-multiply instruction: "tcgen05.mma" (Blackwell), "wgmma" (Hopper), "mma.sync" (Ampere and
         later), "" if there is none.
+      remarks: numbers of the assembler's remarks on wgmma: each waits for the previous one ("C7513"), or for a wait that
+        the assembler injects ("C7517 C7519"); "" if there are none.
       hot: the work of one warp in one iteration of the hot loop.
+      needed: the matrix multiply-adds that a warp has to do in that iteration, as `hot` counts them; 0 where there are
+        none or it is unknown.
     """
 
     name: str
+    assembler: str
     threads: int
     registers: int
     spilled: int
     reads: int
     writes: int
     products: str
+    remarks: str
     hot: HotLoop
+    needed: int = 0
+
+    @property
+    def done_to_needed(self) -> float | None:
+        """Matrix multiply-adds done in relation to those needed, None where either is unknown."""
+        return self.hot.multiply_adds / self.needed if self.hot.multiply_adds and self.needed else None
 
 
 def compile_to_ptx(lowered: jax.stages.Lowered) -> list[str]:
@@ -87,29 +99,31 @@ def dump(lowered: jax.stages.Lowered, folder: Path) -> None:
         lowered.compile(compiler_options=options)
 
 
-def assemble(ptx: str) -> list[AssembledKernel]:
-    """Assemble the kernels of a PTX text for the chip that it names.
+def assemble(ptx: str, assembler: Assembler | None = None) -> list[AssembledKernel]:
+    """Assemble the kernels of a PTX text for the chip that it names, by default with XLA's own assembler.
 
-    Raises InputError if the assembler or disassembler is not installed, RuntimeError if it rejects a kernel or
-    serializes wgmma (each product then waits for the previous one).
+    Raises InputError if the assembler or disassembler is not installed, RuntimeError if it rejects a kernel.
     """
+    assembler = assembler or ptxas()
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder:
-        source, binary = Path(folder, "kernels.ptx"), Path(folder, "kernels.cubin")
-        source.write_text(ptx)
-        command = [_tool("ptxas"), f"-arch={architecture}", "-v", source, "-o", binary]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"ptxas rejects a kernel: {done.stderr.strip().splitlines()[-1]}")
-        listing = subprocess.run([_tool("nvdisasm"), "-c", binary], capture_output=True, text=True, check=True).stdout
-    if lost := re.search(r"wgmma\.mma_async instructions are serialized.*", done.stderr):
-        raise RuntimeError(f"ptxas: {lost[0]}")
-    statistics = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", done.stderr, re.DOTALL))
+    binary, messages = assembler.run(ptx, architecture)
+    with tempfile.NamedTemporaryFile(prefix="jaxlm-assembly-", suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [tool("nvdisasm"), "-c", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    statistics = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", messages, re.DOTALL))
+    remarks: dict[str, set[str]] = {}
+    for remark, name in _REMARK.findall(messages):
+        remarks.setdefault(name, set()).add(remark)
     loops = hot_loops(listing)
-    return [_assembled(name, text, statistics[name], loops[name]) for name, text in _KERNEL.findall(ptx)]
+    return [
+        _assembled(name, assembler.release, text, statistics[name], " ".join(sorted(remarks.get(name, ()))), loops[name])
+        for name, text in _KERNEL.findall(ptx)
+    ]
 
 
-def _assembled(name: str, ptx: str, statistics: str, hot: HotLoop) -> AssembledKernel:
+def _assembled(name: str, release: str, ptx: str, statistics: str, remarks: str, hot: HotLoop) -> AssembledKernel:
     spilled, registers = (
         int(re.search(pattern, statistics)[1]) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
     )
@@ -119,7 +133,7 @@ def _assembled(name: str, ptx: str, statistics: str, hot: HotLoop) -> AssembledK
     products = next((name for name in _PRODUCTS if name in ptx), "")
     threads = int(_THREADS.search(ptx)[1])
     reads, writes = (_typical(accesses, way) for way in ("ld", "st"))
-    return AssembledKernel(name, threads, registers, spilled, reads, writes, products, hot)
+    return AssembledKernel(name, release, threads, registers, spilled, reads, writes, products, remarks, hot)
 
 
 def _typical(accesses: Counter, way: str) -> int:
@@ -131,17 +145,6 @@ def _typical(accesses: Counter, way: str) -> int:
         if left <= 0:
             return size
     return 0
-
-
-def _tool(name: str) -> str:
-    """Return the path of a CUDA tool: pip's, which XLA uses, or else the system's."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
-        for path in sorted(Path(folder).glob(f"cu*/bin/{name}")):
-            return str(path)
-    if path := shutil.which(name):
-        return path
-    raise InputError(f"{name} is not installed: {install('compile')}")
 
 
 @contextlib.contextmanager

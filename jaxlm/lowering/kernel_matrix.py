@@ -21,9 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import bundles, targets
+from jaxlm.lowering.assemblers import assemblers
 from jaxlm.lowering.assembly import AssembledKernel, assemble, compile_to_ptx
 from jaxlm.lowering.bundles import ScheduledKernel
 from jaxlm.lowering.sass import HotLoop
+from jaxlm.lowering.tile_products import needed_multiply_adds
 from kernels_pallas.core import target
 from kernels_pallas.core.cases import KernelCase, KernelOperation
 from kernels_pallas.core.choice import KERNELS, cannot_lower
@@ -71,7 +73,7 @@ class Outcome(NamedTuple):
 
     Attributes:
       problem: the error, "" if it compiled.
-      kernels: figures of its kernels, for TPUs and ASSEMBLED chips if it was compiled.
+      kernels: figures of its kernels, for TPUs and ASSEMBLED chips if it was compiled; by each assembler at hand.
       program: digest of the lowered program, independent of source paths and line numbers.
     """
 
@@ -116,21 +118,33 @@ def _rows_of(chip: str) -> list[MatrixRow]:
 
 
 # Compiles a program, and returns the figures of its kernels that it can tell.
-_Compiler = Callable[[jax.stages.Lowered], list[AssembledKernel] | list[ScheduledKernel]]
+_Compiler = Callable[["_LoweredRow"], list[AssembledKernel] | list[ScheduledKernel]]
 
 
-def _assembled(lowered: jax.stages.Lowered) -> list[AssembledKernel]:
-    return sorted(kernel for text in compile_to_ptx(lowered) for kernel in assemble(text))
+def _assembled(program: "_LoweredRow") -> list[AssembledKernel]:
+    """Return the kernels as each assembler at hand makes them."""
+    kernels = [
+        kernel._replace(needed=next((n for name, n in program.needed.items() if _is(name, kernel.name)), 0))
+        for text in compile_to_ptx(program.lowered)
+        for assembler in assemblers()
+        for kernel in assemble(text, assembler)
+    ]
+    return sorted(kernels, key=lambda kernel: (kernel.name, kernel.assembler))
 
 
-def _compiled(lowered: jax.stages.Lowered) -> list[AssembledKernel]:
-    lowered.compile()
+def _is(launched: str, assembled: str) -> bool:
+    """Return whether an assembled kernel is the one launched under a name: Mosaic GPU adds to it."""
+    return assembled in (launched, f"{launched}_mosaic_gpu_kernel")
+
+
+def _compiled(program: "_LoweredRow") -> list[AssembledKernel]:
+    program.lowered.compile()
     return []
 
 
 def _scheduled(folder: Path) -> _Compiler:
-    def compiled(lowered: jax.stages.Lowered) -> list[ScheduledKernel]:
-        lowered.compile()
+    def compiled(program: "_LoweredRow") -> list[ScheduledKernel]:
+        program.lowered.compile()
         kernels = sorted(bundles.read(folder), key=lambda kernel: kernel.name)
         for path in folder.iterdir():
             path.unlink()
@@ -140,10 +154,11 @@ def _scheduled(folder: Path) -> _Compiler:
 
 
 class _LoweredRow(NamedTuple):
-    """A row's lowered program and its digest."""
+    """A row's lowered program, its digest, and the matrix multiply-adds that its kernels need (tile_products.py)."""
 
     lowered: jax.stages.Lowered
     digest: str
+    needed: dict[str, int]
 
 
 def _lower_rows(chip: str) -> dict[MatrixRow, _LoweredRow | Outcome]:
@@ -183,7 +198,8 @@ def _lower(row: MatrixRow, mesh: Mesh) -> _LoweredRow | Outcome:
 
     try:
         with jax.set_mesh(mesh):
-            lowered = jax.jit(program).lower(inputs, structs)
+            traced = jax.jit(program).trace(inputs, structs)
+            lowered = traced.lower()
     except Exception as error:  # compilers raise no common type
         return _failed(error)
     text = lowered.as_text()
@@ -191,12 +207,13 @@ def _lower(row: MatrixRow, mesh: Mesh) -> _LoweredRow | Outcome:
     kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', text)
     if len(kernels) < 2:
         return Outcome(f"the program has {len(kernels)} kernels; forward and backward need one each")
-    return _LoweredRow(lowered, hashlib.sha256(text.encode()).hexdigest()[:16])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _LoweredRow(lowered, digest, needed_multiply_adds(traced.jaxpr))
 
 
 def _compile(row: MatrixRow, program: _LoweredRow, compiled: _Compiler) -> Outcome:
     try:
-        known = compiled(program.lowered)
+        known = compiled(program)
     except Exception as error:
         return _failed(error, program.digest)
     return Outcome("", tuple(kernel for kernel in known if row.operation.name in kernel.name), program.digest)

@@ -13,10 +13,10 @@ from jaxlm.lowering import kernel_matrix, kernel_tables, sass
 from kernels_pallas.matmul import triton
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled"
-COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "nvidia-cuda-nvcc")
+COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "nvidia-cuda-nvcc", "nvidia-nvptxcompiler")
 
-# Bytes per thread: a quarter of its registers, which the first-level cache holds for all threads.
-SPILLED = 256
+# Matrix products done in relation to those that the tiles need: a tile's partial columns may add some.
+MOST_PRODUCTS = 1.1
 # Utilisation of the MXU: with libtpu 0.0.42 no attention kernel is below 0.31, with 0.0.50 on v6e none below 0.24.
 LEAST_PRODUCTS = 0.2
 SCHEDULED = "v6e"  # where libtpu leaves the MXU most idle
@@ -81,7 +81,7 @@ def _slow(chip, outcomes):
         assert len(outcome.kernels) > 1 or row.implementation == "mosaic_gpu", row
         if row.case.dtypes[0] == "float32":
             continue
-        multiplies = row.operation.name in ("matmul", "flash_attention")
+        multiplies = row.operation.name in kernel_tables.MULTIPLYING
         for kernel in outcome.kernels:
             where = f"{row}: {kernel}"
             if row.operation.name == "paged_attention" and not kernel.name.startswith("paged_attention"):
@@ -89,8 +89,12 @@ def _slow(chip, outcomes):
             products = {PRODUCTS[chip] if multiplies else ""}
             if kernel.name == "paged_attention":  # of few queries, the smallest tiles alone
                 products = {PRODUCTS[chip], "mma.sync"}
-            if kernel.spilled > SPILLED:
+            if kernel.spilled > SPILLED.get((chip, kernel.name), {}).get(kernel.assembler, 0):
                 yield f"{where}: spills"
+            if kernel.remarks:
+                yield f"{where}: its products wait for each other"
+            if (kernel.done_to_needed or 1) > MOST_PRODUCTS:
+                yield f"{where}: multiplies {kernel.done_to_needed:.2f} times what it needs"
             if kernel.products not in products:
                 yield f"{where}: multiplies by {kernel.products or 'nothing'}"
             known = Target.parse(kernel_matrix.CHIPS[chip]).chip

@@ -1,0 +1,62 @@
+"""Products that kernels need in their hot loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from markers import ELSEWHERE
+
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.kernel_matrix import CHIPS
+from jaxlm.lowering.tile_products import needed_multiply_adds
+from kernels_pallas import flash_attention, matmul
+from kernels_pallas.core import target
+from kernels_pallas.flash_attention.triton import default_blocks as attention_blocks
+from kernels_pallas.matmul.triton import default_blocks as matmul_blocks
+
+
+def _needed(function, *shapes, dtype="bfloat16"):
+    """Return what the kernels of a call and of its gradients need on an H100."""
+
+    def program(*arrays):
+        results, pull_back = jax.vjp(function, *arrays)
+        return pull_back(results)
+
+    mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS["H100"]))[:1]), ("one",))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(program).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+        return needed_multiply_adds(traced.jaxpr), target.current()
+
+
+@ELSEWHERE
+def test_products_of_triton_are_shared_by_all_warps():
+    """Attention forward has a product of width H and one of V; the gradients two more of each, and one more of H."""
+    width = 192  # in chunks of 128 and 64
+    needed, chip = _needed(
+        lambda *arrays: flash_attention(*arrays, implementation="triton"),
+        *((1, 512, 4, width), (1, 512, 2, width), (1, 512, 2, 128)),
+    )
+    blocks = attention_blocks(chip, width, jnp.bfloat16)
+    widths = {"forward": width + 128, "query_gradient": 2 * width + 128, "key_gradient": 2 * (width + 128)}
+    for kernel, columns in widths.items():
+        tile = getattr(blocks, kernel)
+        assert needed.pop(f"flash_attention_{kernel}") == tile.queries * tile.keys * columns // tile.warps
+    assert not needed
+
+
+@ELSEWHERE
+def test_products_of_mosaic_gpu_are_shared_by_a_warpgroup():
+    """A warp has 16 rows of its warpgroup's 64: of scores and sums forward, and of the five products of a gradient."""
+    needed, _ = _needed(lambda *arrays: flash_attention(*arrays, implementation="mosaic_gpu"), *[(1, 512, 2, 64)] * 3)
+    for kernel, products in (("forward", 2), ("gradients", 5)):
+        tile = needed.pop(f"flash_attention_{kernel}") / (16 * 64 * products)
+        assert tile >= 64 and tile % 16 == 0  # keys, or queries, of a step
+    assert not needed
+
+
+@ELSEWHERE
+def test_products_of_float32_count_twice():
+    needed, chip = _needed(lambda a, b: matmul(a, b, implementation="triton"), (512, 512), (512, 512), dtype="float32")
+    m, n, k, warps, *_ = matmul_blocks(512, 512, 512, 4, chip)
+    assert needed == dict.fromkeys(("matmul", "matmul_backward_a", "matmul_backward_b"), 2 * m * n * k // warps)

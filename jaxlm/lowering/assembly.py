@@ -24,9 +24,9 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid) (\d+)")
 # ld.global.v4.b32, st.global.L1::evict_last.v2.b64, cp.async.cg.shared.global [a], [b], 0x10
 _ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* \[[^]]*\], \[[^]]*\], (\w+)")
+_BULK_COPY = re.compile(r"\bcp\.async\.bulk\.tensor[\w.:]*\.(shared|global)\b")
 # Remarks on wgmma: products are serialised (C7513 and its neighbours, by cause), or waits are injected (C7517, C7519).
 _REMARK = re.compile(r"\((C75\d\d)\).*? in (?:the )?function '(\w+)'")
-_BULK_COPY = re.compile(r"\bcp\.async\.bulk\.tensor[\w.:]*\.(shared|global)\b")
 # Matrix-multiply instructions, newest generation first: Blackwell, Hopper, Ampere.
 _PRODUCTS = ("tcgen05.mma", "wgmma", "mma.sync")
 _TILE_BYTES = 2**10  # stands for an access of the copy engine (TMA), which moves whole tiles
@@ -44,8 +44,8 @@ class AssembledKernel(NamedTuple):
         median of all such instructions: at most 16, more for the copy engine (TMA), 0 if there are none.
       products: the matrix-multiply instruction: "tcgen05.mma" (Blackwell), "wgmma" (Hopper), "mma.sync" (Ampere and
         later), "" if there is none.
-      remarks: numbers of the assembler's remarks on wgmma: each waits for the previous one ("C7513"), or for a wait that
-        the assembler injects ("C7517 C7519"); "" if there are none.
+      remarks: numbers of the assembler's remarks on wgmma: each waits for the previous one ("C7513"), or the assembler
+        injects waits ("C7517 C7519"); "" if there are none.
       hot: the work of one warp in one iteration of the hot loop.
       needed: the matrix multiply-adds that a warp has to do in that iteration, as `hot` counts them; 0 where there are
         none or it is unknown.
@@ -118,7 +118,9 @@ def assemble(ptx: str, assembler: Assembler | None = None) -> list[AssembledKern
         remarks.setdefault(name, set()).add(remark)
     loops = hot_loops(listing)
     return [
-        _assembled(name, assembler.release, text, statistics[name], " ".join(sorted(remarks.get(name, ()))), loops[name])
+        _assembled(
+            name, assembler.release, text, statistics[name], " ".join(sorted(remarks.get(name, ()))), loops[name]
+        )
         for name, text in _KERNEL.findall(ptx)
     ]
 

@@ -15,7 +15,30 @@ from kernels_pallas.matmul import triton
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled"
 COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "nvidia-cuda-nvcc", "nvidia-nvptxcompiler")
 
-# Matrix products done in relation to those that the tiles need: a tile's partial columns may add some.
+# Bytes that a thread of a 16-bit kernel may spill, by kernel, chip and release of the assembler, with the reason: as
+# measured, rounded up to 16 registers, for releases of JAX differ by some. Other kernels may spill four registers.
+_ROW = "a row of 32768 numbers and its gradient fill all registers"
+_TILE = "a tile of the gradients fills all registers, and a smaller one multiplies less per byte that it loads"
+SPILLED = {
+    ("softmax_backward", "A100"): ({"13.0": 128, "13.5": 128}, _ROW),
+    ("softmax_backward", "H100"): ({"13.0": 128, "13.5": 128}, _ROW),
+    ("softmax_backward", "B200"): ({"13.0": 128, "13.5": 128}, _ROW),
+    ("flash_attention_query_gradient", "A100"): ({"13.0": 64, "13.5": 64}, _TILE),
+    ("flash_attention_key_gradient", "A100"): ({"13.0": 128, "13.5": 128}, _TILE),
+    ("flash_attention_key_gradient", "B200"): ({"13.0": 64, "13.5": 64}, _TILE),
+    ("flash_attention_gradients_mosaic_gpu_kernel", "H100"): (
+        {"13.0": 192, "13.5": 192},
+        "two warpgroups hold gradients of 64 keys each, of 128 columns, and the tile of scores and of their gradients",
+    ),
+}
+SPILLED_ELSEWHERE = 16
+# Kernels on which an assembler may remark, by chip and release, with the reason.
+REMARKED = {
+    ("flash_attention_forward_mosaic_gpu_kernel", "H100", "13.0"): (
+        "weights are converted while the products before still run: to be mended in the kernel"
+    ),
+}
+# Matrix products done in relation to those that the tiles need.
 MOST_PRODUCTS = 1.1
 # Utilisation of the MXU: with libtpu 0.0.42 no attention kernel is below 0.31, with 0.0.50 on v6e none below 0.24.
 LEAST_PRODUCTS = 0.2
@@ -89,9 +112,9 @@ def _slow(chip, outcomes):
             products = {PRODUCTS[chip] if multiplies else ""}
             if kernel.name == "paged_attention":  # of few queries, the smallest tiles alone
                 products = {PRODUCTS[chip], "mma.sync"}
-            if kernel.spilled > SPILLED.get((chip, kernel.name), {}).get(kernel.assembler, 0):
+            if kernel.spilled > _allowed_spills(kernel, chip):
                 yield f"{where}: spills"
-            if kernel.remarks:
+            if kernel.remarks and (kernel.name, chip, kernel.assembler) not in REMARKED:
                 yield f"{where}: its products wait for each other"
             if (kernel.done_to_needed or 1) > MOST_PRODUCTS:
                 yield f"{where}: multiplies {kernel.done_to_needed:.2f} times what it needs"
@@ -105,6 +128,12 @@ def _slow(chip, outcomes):
                     yield f"{where}: too many instructions"
             if kernel.reads < 16 or kernel.writes < 16 and not kernel.name.endswith(("statistics", "join")):
                 yield f"{where}: narrow"
+
+
+def _allowed_spills(kernel, chip):
+    """Return the bytes that a kernel may spill; for a release of the assembler that is not in the table, the most."""
+    by_release, _ = SPILLED.get((kernel.name, chip), ({}, ""))
+    return by_release.get(kernel.assembler, max(by_release.values(), default=SPILLED_ELSEWHERE))
 
 
 def _idle(outcomes):

@@ -57,7 +57,7 @@ def _tiling(*blocks: tuple[int, int, int, int]) -> FlashTritonTiling:
 
 # Defaults until sizes are measured, by the least compute capability, shared memory in KiB and the wider of the two head
 # dims: tiles fit a chip's registers and shared memory. On Hopper a tile has 64 rows for each four warps, for of fewer
-# all warps compute the same scores. Gradients of 64 keys of width 256 need eight warps; 32 keys are no product of wgmma.
+# all warps compute the same scores. Gradients of 64 keys of width 256 need eight warps, and wgmma has no 32 keys.
 _DEFAULTS = {
     (10, 220, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1)),
     (0, 220, 193): _tiling((128, 64, 8, 2), (128, 32, 8, 2), (32, 64, 8, 2)),

@@ -13,6 +13,9 @@ from kernels_pallas.core.launch import KernelCost
 # Numbers that a 32-bit offset can address.
 _REACH = 2**31
 
+# The widest rows whose next one is loaded while one is computed: it takes registers, which wider ones fill.
+_AHEAD = 8192
+
 
 class RowsTritonBlocks(NamedTuple):
     """A block of `rows` × `columns` numbers (powers of two) in registers, computed by `warps` of 32 threads.
@@ -28,13 +31,19 @@ class RowsTritonBlocks(NamedTuple):
 
 
 def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: int) -> RowsTritonBlocks:
-    """Return blocks of about 4096 numbers and 16 per thread: two loads of 16 bytes in bfloat16."""
+    """Return blocks of about 4096 numbers and 16 per thread: two loads of 16 bytes in bfloat16.
+
+    With sums, rows of more than 1024 are blocks of their own, of 8 numbers per thread: operands, scale and sums then
+    leave room for 32 warps on an SM.
+    """
     columns = min(pl.next_power_of_2(width), 1024) if elementwise else pl.next_power_of_2(width)
     block_rows = min(max(1, 4096 // columns), pl.next_power_of_2(rows))
-    warps = min(max(block_rows * columns // (32 * 16), 1), 32)
-    # Each program writes a partial sum of W float32 numbers: no more programs than run at once. With wide rows,
-    # operands, scale and sums nearly fill 128 registers of a thread, and an SM then holds 16 warps.
-    programs = cores * (4 if columns <= 1024 else max(1, 16 // warps))
+    per_thread = 16
+    if sums and columns > 1024:
+        block_rows, per_thread = 1, 8
+    warps = min(max(block_rows * columns // (32 * per_thread), 1), 32)
+    # Each program writes a partial sum of W float32 numbers: no more programs than run at once.
+    programs = cores * (4 if columns <= 1024 else 32 // warps)
     return RowsTritonBlocks(block_rows, columns if elementwise else 0, warps, programs if sums else 0)
 
 
@@ -67,24 +76,37 @@ def run(
         inside = None
         if W % columns:
             inside = first_column + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1) < W
-        constants = tuple(_wide(launch.load(ref, inside)) for ref in vectors_in)
 
-        def one_block(i: jax.Array | int, totals: tuple) -> tuple:
-            at = pl.ds(i * blocks.rows, blocks.rows)
+        def mask_of(i: jax.Array | int) -> jax.Array | None:
             mask = inside
             if R % share:
                 row = first_row + i * blocks.rows + jax.lax.broadcasted_iota(jnp.int32, (blocks.rows, 1), 0)
                 mask = row < R if inside is None else (row < R) & inside
-            if mask is not None:
-                mask = jnp.broadcast_to(mask, (blocks.rows, columns))
-            values = tuple(_wide(launch.load(ref.at[at, :], mask)) for ref in rows_in)
-            results, added = step(inside, values, constants)
+            return mask if mask is None else jnp.broadcast_to(mask, (blocks.rows, columns))
+
+        def loaded(i: jax.Array | int) -> tuple:
+            at, mask = pl.ds(i * blocks.rows, blocks.rows), mask_of(i)
+            return tuple(launch.load(ref.at[at, :], mask) for ref in rows_in)
+
+        def one_block(i: jax.Array | int, values: tuple, totals: tuple) -> tuple:
+            constants = tuple(_wide(launch.load(ref, inside)) for ref in vectors_in)
+            results, added = step(inside, tuple(map(_wide, values)), constants)
             for ref, result in zip(rows_out, results, strict=True):
-                launch.store(ref.at[at, :], result, mask)
+                launch.store(ref.at[pl.ds(i * blocks.rows, blocks.rows), :], result, mask_of(i))
             return tuple(total + more for total, more in zip(totals, added, strict=True))
 
+        def with_the_next(i: jax.Array, carry: tuple) -> tuple:
+            values, totals = carry
+            following = loaded(jnp.minimum(i + 1, steps - 1))  # in flight while this block is computed
+            return following, one_block(i, values, totals)
+
         totals = (jnp.zeros((1, columns), jnp.float32),) * sums
-        totals = one_block(0, totals) if steps == 1 else jax.lax.fori_loop(0, steps, one_block, totals)
+        if steps == 1:
+            totals = one_block(0, loaded(0), totals)
+        elif columns <= _AHEAD:
+            _, totals = jax.lax.fori_loop(0, steps, with_the_next, (loaded(0), totals))
+        else:
+            totals = jax.lax.fori_loop(0, steps, lambda i, totals: one_block(i, loaded(i), totals), totals)
         for ref, total in zip(sums_out, totals, strict=True):
             launch.store(ref, total, inside)
 

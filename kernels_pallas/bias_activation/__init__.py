@@ -21,7 +21,8 @@ def bias_activation(
       x: [..., F] in float32, bfloat16 or float16; arithmetic is float32.
       bias: [F], of any of these dtypes.
       activation: "gelu" (exact), "gelu_tanh", "silu", "relu" or "relu_squared".
-      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+      implementation: "reference", "triton", "mosaic_gpu" or "mosaic_tpu"; None chooses by the chip being lowered for
+        and the shape.
 
     Returns [..., F] in x's dtype.
 

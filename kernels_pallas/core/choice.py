@@ -3,19 +3,21 @@ or without measurements the first.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType
 
-from kernels_pallas.core import interpretation, measured, target
+from kernels_pallas.core import interpretation, launch, measured, target
 from kernels_pallas.core.measured import CallClass, Direction, MeasuredRow
 from kernels_pallas.core.target import TargetChip
 
 # Lowered by Pallas, each for its own chips; XLA compiles the other implementations for any chip.
 KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
 
+_NO_TRITON = f"JAX {jax.__version__} does not lower Pallas to Triton"
 
 # The choices that are made inside a surrounding `explain`. A user context: what was traced outside is traced again.
 _explained = jax.make_user_context(None)
@@ -63,7 +65,8 @@ def choose(
       reasons: for each implementation besides the reference, in order of preference, a function of the target that
         returns None where it supports this call, and otherwise the reason in a few words; that of "xla" gets None.
       manual: whether the operation puts the call inside a shard_map of its own.
-      by_name: implementations in `reasons` that None takes only where a row of the table has them.
+      by_name: implementations in `reasons` that None takes only where a row of the table has them, or where JAX no
+        longer lowers Pallas to Triton.
       call: the class of the call, by which rows are found; None finds none.
       direction: "training" where the call may be differentiated.
 
@@ -83,7 +86,7 @@ def choose(
         if name in KERNELS and not interpretation.current():  # any platform interprets
             general = cannot_lower(name, chip) or (None if manual else _is_partitioned(name))
         else:
-            general = None
+            general = _NO_TRITON if name == "triton" and not launch.has_triton() else None
         return general or reasons[name](chip)
 
     if implementation is not None:
@@ -94,7 +97,16 @@ def choose(
     pick = fastest(operation, unsupported_reason, reasons, chip, by_name, call, direction)
     if (explanations := _explained.value) is not None:
         explanations.lines[pick.explanation(operation, chip, call, direction)] = None
+    if "triton" in reasons and not launch.has_triton() and pick.name not in KERNELS:
+        if chip is not None and (chip.compute_capability or (0, 0)) >= (8, 0):
+            _say(f"{operation}: {_NO_TRITON}, and no other of our kernels serves a call on {chip.kind}")
     return pick.name
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Warn, once for each line."""
+    warnings.warn(line, RuntimeWarning, stacklevel=3)
 
 
 class Pick(NamedTuple):
@@ -127,6 +139,7 @@ def fastest(
     direction: Direction = "training",
 ) -> Pick:
     """Return what None takes on a chip of the implementations `names`, in order of preference; see `choose`."""
+    by_name = by_name if launch.has_triton() else ()
     row = None if call is None or chip is None else measured.nearest(operation, call, direction, chip)
     refused: dict[str, str] = {}
     for name in _in_order(row, names, by_name):
@@ -146,6 +159,8 @@ def _in_order(row: MeasuredRow | None, names: Collection[str], by_name: Collecti
 
 def cannot_lower(implementation: str, chip: TargetChip) -> str | None:
     """Return why one of KERNELS does not run on a chip, or None where it does."""
+    if implementation == "triton" and not launch.has_triton():
+        return _NO_TRITON
     capability = chip.compute_capability or (0, 0)
     lowered, runs_on = {
         "mosaic_tpu": (chip.platform == "tpu" and chip.generation not in (None, "v2", "v3"), "TPU v4 and later"),

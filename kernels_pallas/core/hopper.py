@@ -26,6 +26,9 @@ from kernels_pallas.core.launch import KernelCost, call_warpgroups, differentiat
 ROWS = 64
 SWIZZLE = 128
 
+# Of a warpgroup.
+THREADS = 128
+
 # This name tells axes of grids from those of a mesh of devices.
 _PREFIX = "gpu_"
 _WARPGROUP = "warpgroup"
@@ -290,6 +293,18 @@ class Warpgroup:
         """Load a whole array [columns] from global or shared memory."""
         return self.by_column(self._load(ref))
 
+    def load_strided(self, ref: Any, lanes: int) -> jax.Array:
+        """Load a whole array [n] from global memory: each thread has `lanes` neighbours of every 128 · `lanes`."""
+        return self.strided(self._load(ref), lanes)
+
+    def strided(self, x: jax.Array, lanes: int) -> jax.Array:
+        """Return a value [n] in the layout of `load_strided`."""
+        if self.interpret:
+            return x
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return plgpu.layout_cast(x, plgpu.Layout.WG_STRIDED(x.shape, vec_size=lanes))
+
     def broadcast_by_row(self, x: jax.Array, columns: int) -> jax.Array:
         """Return a value laid out by row, repeated over `columns`."""
         return jax.lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
@@ -342,6 +357,7 @@ def run(
     cost: KernelCost,
     name: str,
     counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    exact: bool = False,
 ) -> list[jax.Array]:
     """Run a kernel; return its outputs.
 
@@ -351,6 +367,7 @@ def run(
       shared: arrays and barriers of each block.
       cost: of the whole call; jaxlm counts it.
       counters: shapes of counters that all blocks share, which start at 0; see `tma_add_in_order`.
+      exact: whether exponentials, tanh and quotients are right to the last places of float32, not approximate.
 
     Inside `interpreted` it runs as plain JAX instead, on any platform.
     """
@@ -388,6 +405,7 @@ def run(
             warpgroups=(_PREFIX + _WARPGROUP, warpgroups),
             cost=cost,
             name=name,
+            exact=exact,
         )
 
     @call.def_vmap
@@ -412,6 +430,7 @@ def run(
             counters={key: (size, *shape) for key, shape in counters.items()},
             cost=KernelCost(*(size * part for part in cost)),
             name=name,
+            exact=exact,
         )
         return results, [True] * len(results)
 

@@ -3,6 +3,8 @@
 Kernels write their bodies with `pl` and, on Hopper, in the language of `hopper.py`.
 """
 
+import functools
+import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +21,15 @@ from kernels_pallas.core import interpretation
 # 0.12; tests/kernels/test_launch.py fails once it stops.
 DEPRECATED = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", DEPRECATED, DeprecationWarning)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether this JAX lowers Pallas to Triton: a coming version will not."""
+    try:
+        return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    except ValueError:  # a module that `sys.modules` hides
+        return False
 
 
 class KernelCost(NamedTuple):
@@ -172,12 +183,14 @@ def call_warpgroups(
     warpgroups: tuple[str, int],
     cost: KernelCost,
     name: str,
+    exact: bool,
 ) -> list[jax.Array]:
     """Run a Mosaic GPU kernel; return its outputs. The callers are kernels of `hopper.py`.
 
     Args:
       blocks, warpgroups: axis name and size of the grid, and of the warpgroups of each block.
       cost: of the whole call.
+      exact: see `hopper.run`.
 
     Inside `interpreted` it runs in Mosaic GPU's interpreter instead, on any platform.
     """
@@ -197,7 +210,7 @@ def call_warpgroups(
             kernel_name=name,
         ),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=not exact,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default since JAX 0.11
         ),
         cost_estimate=_estimate(cost),

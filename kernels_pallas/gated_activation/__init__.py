@@ -20,8 +20,8 @@ def gated_activation(
     Args:
       gate, up: [..., F] of one dtype, float32, bfloat16 or float16; arithmetic is float32.
       activation: "silu" (SwiGLU), "gelu" (GeGLU, exact), "gelu_tanh", "relu" (ReGLU) or "relu_squared".
-      implementation: "reference", "xla", "triton" or "mosaic_tpu"; None chooses one of the last three by the chip being
-        lowered for and the shape.
+      implementation: "reference", "xla", "triton", "mosaic_gpu" or "mosaic_tpu"; None chooses one of the last four by
+        the chip being lowered for and the shape.
 
     Returns [..., F] in that dtype.
 

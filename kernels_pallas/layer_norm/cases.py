@@ -1,9 +1,12 @@
 """Test cases of LayerNorm."""
 
+import functools
+
 from kernels_pallas import layer_norm as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
-from kernels_pallas.core.rows import IMPLEMENTATIONS
+from kernels_pallas.core.rows import IMPLEMENTATIONS, serves
 from kernels_pallas.layer_norm import costs, reference
+from kernels_pallas.layer_norm.body import LayerNormBody
 
 _ALL = ("bfloat16", "float16", "float32")
 
@@ -24,6 +27,7 @@ CASES = (
     _case("plain", (4, 32), 256, dtypes=_ALL),
     _case("odd width, no bias", (3, 7), 300, bias=False, options={"plus_one": True}),
     _case("one row", (1,), 100),
+    _case("wide", (5,), 1024, dtypes=("bfloat16", "float32")),
     _case("empty batch", (0, 5), 128),
     _case("residual", (5, 13), 200, residual=True, dtypes=_ALL),
     _case("far from zero", (16,), 500, mean=30.0),
@@ -36,4 +40,6 @@ CASES = (
     _case("8192 × 4096 with residual", (8192,), 4096, residual=True, uses={"bench"}, dtypes=("bfloat16",)),
 )
 
-OPERATION = KernelOperation(function, reference.layer_norm, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(
+    function, reference.layer_norm, IMPLEMENTATIONS, CASES, costs, (), functools.partial(serves, LayerNormBody)
+)

@@ -28,7 +28,8 @@ def rms_norm(
       residual: [..., D] like x: then s = x + residual is normalised, and both are returned.
       epsilon: a normal positive number of float32.
       plus_one: multiply by 1 + scale, as Gemma does.
-      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+      implementation: "reference", "triton", "mosaic_gpu" or "mosaic_tpu"; None chooses by the chip being lowered for
+        and the shape.
 
     Returns y [..., D] in x's dtype; with a residual (s, y).
 

@@ -1,9 +1,12 @@
 """Test cases of RMSNorm."""
 
+import functools
+
 from kernels_pallas import rms_norm as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
-from kernels_pallas.core.rows import IMPLEMENTATIONS
+from kernels_pallas.core.rows import IMPLEMENTATIONS, serves
 from kernels_pallas.rms_norm import costs, reference
+from kernels_pallas.rms_norm.body import RMSNormBody
 
 _ALL = ("bfloat16", "float16", "float32")
 
@@ -21,6 +24,8 @@ CASES = (
     _case("odd width", (3, 7), 300, options={"plus_one": True}),
     _case("rows beyond a share", (2400,), 24),
     _case("one row", (1,), 128),
+    _case("wide", (5,), 1024, options={"plus_one": True}, dtypes=("bfloat16", "float32")),
+    _case("wide, residual", (5,), 1024, residual=True, dtypes=("bfloat16", "float32")),
     _case("empty batch", (0, 5), 128),
     _case("no leading dimension", (), 96),
     _case("residual", (5, 13), 200, residual=True, dtypes=_ALL),
@@ -36,4 +41,6 @@ CASES = (
     _case("1000 × 5000", (1000,), 5000, uses={"compile"}, dtypes=("float32",)),
 )
 
-OPERATION = KernelOperation(function, reference.rms_norm, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(
+    function, reference.rms_norm, IMPLEMENTATIONS, CASES, costs, (), functools.partial(serves, RMSNormBody)
+)

@@ -14,6 +14,7 @@ from kernels_pallas.core.measured import CallClass
 from kernels_pallas.rotary_embedding import mosaic_tpu, reference, triton
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
+IMPLEMENTATIONS = tuple(_RUN)
 
 
 def rotary_embedding(

@@ -2,8 +2,7 @@
 
 from kernels_pallas import rotary_embedding as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
-from kernels_pallas.core.rows import IMPLEMENTATIONS
-from kernels_pallas.rotary_embedding import costs, reference
+from kernels_pallas.rotary_embedding import IMPLEMENTATIONS, costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 

@@ -26,7 +26,8 @@ def softmax(
       where: bool [..., D]; False masks a number, whose weight is 0. A row without any True is all zeros.
       temperature: positive.
       soft_cap: positive; None caps nothing (Gemma 2, arXiv:2408.00118, section 2).
-      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+      implementation: "reference", "triton", "mosaic_gpu" or "mosaic_tpu"; None chooses by the chip being lowered for
+        and the shape.
 
     Returns [..., D] in x's dtype.
 

@@ -64,6 +64,7 @@ SAMPLE = {
     "log_softmax-odd width, masked rows-float32-triton-H100",
     "matmul-whole epilogue-bfloat16-triton-A100",
     "rms_norm-residual-bfloat16-triton-H100",
+    "rms_norm-wide, residual-bfloat16-mosaic_gpu-H100",
     "rotary_embedding-half-split-bfloat16-triton-B200",
     "softmax-odd width, masked rows-float32-triton-H100",
 }

@@ -1,4 +1,4 @@
-"""Operations on rows: one body of mathematics, launched by Triton and by Mosaic, forward and backward.
+"""Operations on rows: one body of mathematics, launched by Triton, by Mosaic and by Mosaic GPU, forward and backward.
 
 A body is a function of whole rows in float32. The forward kernel applies it to blocks of rows. The backward kernel
 applies its vector-Jacobian product, taken by JAX inside the kernel, to the same blocks: it reads a row once and
@@ -14,19 +14,22 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.core.cases import KernelCase
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.measured import CallClass
-from kernels_pallas.core.rows import mosaic_tpu, triton
+from kernels_pallas.core.rows import mosaic_gpu, mosaic_tpu, triton
 from kernels_pallas.core.target import TargetChip
 
 # A row is held whole, in registers or VMEM, with its float32 intermediates.
 MAX_WIDTH = 32_768
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
+_RUN = {"triton": triton.run, "mosaic_gpu": mosaic_gpu.run, "mosaic_tpu": mosaic_tpu.run}
 IMPLEMENTATIONS = tuple(_RUN)
+# Triton's kernels have run on a GPU, and serve any width.
+_BY_NAME = ("mosaic_gpu",)
 
 
 class RowsBody(Protocol):
@@ -74,9 +77,16 @@ def choose_kernel(
     """
     serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
     reasons = dict.fromkeys(IMPLEMENTATIONS, serves) | ({"xla": lambda chip: None} if tuned_for_xla else {})
-    chosen = choose(body.name, implementation, reasons, call=CallClass.of_rows(x))
+    reasons["mosaic_gpu"] = lambda chip: serves(chip) or mosaic_gpu.unsupported_reason(x, body.elementwise)
+    chosen = choose(body.name, implementation, reasons, by_name=_BY_NAME, call=CallClass.of_rows(x))
     # Empty operands have the same result in every implementation.
     return None if chosen == "reference" or x.size == 0 else chosen
+
+
+def serves(body: type[RowsBody], implementation: str, case: KernelCase, dtype: str) -> bool:
+    """Return whether an implementation supports a case in a dtype: `serves` of the `KernelOperation` of a body."""
+    x = next(iter(case.structs(dtype).values()))
+    return implementation != "mosaic_gpu" or mosaic_gpu.unsupported_reason(x, body.elementwise) is None
 
 
 def apply(

@@ -1,0 +1,114 @@
+"""Kernels where JAX no longer lowers Pallas to Triton: as the next versions of JAX, which this one plays."""
+
+import functools
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from matrices import sampled
+from numerics import check, served
+
+from kernels_pallas import flash_attention, rms_norm, rotary_embedding
+from kernels_pallas.core import choice, interpreted, launch
+from kernels_pallas.core.registry import OPERATIONS
+from kernels_pallas.flash_attention import causal, sliding_window
+
+TRITON = "jax.experimental.pallas.triton"
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, TRITON, None)  # an import fails
+    monkeypatch.delattr(pl, "triton", raising=False)
+    for cached in (launch.has_triton, choice._say):
+        cached.cache_clear()
+    jax.clear_caches()
+    yield
+    monkeypatch.undo()
+    launch.has_triton.cache_clear()
+    jax.clear_caches()
+
+
+def traced(function, kind, *shapes):
+    """Return the jaxpr of a function of bfloat16 arrays on a chip, as text, and the warnings."""
+    device = AbstractDevice(kind, 132, "gpu")
+    mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=device)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        text = str(jax.make_jaxpr(function)(*structs))
+    return text, [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+
+def test_rows_take_mosaic_gpu_on_hopper_without_a_word():
+    text, said = traced(rms_norm, "NVIDIA H200", (16, 1024))
+    assert "gpu_block" in text and not said
+    text, said = traced(jax.grad(lambda x: rms_norm(x).sum()), "NVIDIA H200", (16, 4096))
+    assert "rms_norm_backward" in text and "gpu_block" in text and not said
+
+
+@pytest.mark.parametrize(
+    "kind, function, shape",
+    [
+        ("NVIDIA A100-SXM4-80GB", rms_norm, (16, 1024)),
+        ("NVIDIA B200", rms_norm, (16, 1024)),
+        ("NVIDIA H200", rms_norm, (16, 300)),
+    ],
+    ids=["Ampere", "Blackwell", "odd width"],
+)
+def test_where_no_kernel_is_left_one_line_says_so(kind, function, shape):
+    for expected in (1, 0):  # once in a process
+        text, said = traced(function, kind, shape)
+        assert "pallas_call" not in text and "gpu_block" not in text
+        assert len(said) == expected
+        assert not said or said[0].startswith(
+            f"rms_norm: JAX {jax.__version__} does not lower Pallas to Triton: on {kind}"
+        )
+
+
+@pytest.mark.parametrize(
+    "kind, mask, chosen",
+    [
+        ("NVIDIA H200", causal, "mosaic_gpu"),
+        ("NVIDIA A100-SXM4-80GB", causal, "cudnn"),
+        ("NVIDIA A100-SXM4-80GB", functools.partial(sliding_window, before=20), "xla"),
+        ("NVIDIA B200", causal, "cudnn"),
+    ],
+)
+def test_attention_takes_cudnn_or_xla_with_one_line(kind, mask, chosen, monkeypatch):
+    took = []
+    plain = choice.choose
+    module = sys.modules["kernels_pallas.flash_attention"]
+    monkeypatch.setattr(module, "choose", lambda *a, **o: took.append(plain(*a, **o)) or took[-1])
+    monkeypatch.setattr(module.cudnn, "flash_attention", lambda operands, *rest: operands.query)
+    _, said = traced(lambda x: flash_attention(x, x, x, key_range=mask(128)), kind, (1, 128, 2, 64))
+    assert took == [chosen] and len(said) == (chosen != "mosaic_gpu")
+
+
+SAMPLES = [
+    pytest.param(operation, *served(operation, name)[0], name, id=f"{operation.name}-{name}")
+    for operation in OPERATIONS.values()
+    for name in operation.implementations
+    if name != "triton"
+]
+
+
+@pytest.mark.parametrize(
+    "operation, case, dtype, implementation",
+    sampled(SAMPLES, ["rms_norm-mosaic_gpu", "bias_activation-mosaic_tpu"]),
+)
+def test_other_kernels_need_no_triton(operation, case, dtype, implementation):
+    check(operation, case, dtype, implementation)
+
+
+@pytest.mark.parametrize("function", [rms_norm, lambda x, **o: rotary_embedding(x, x[:, 0, :8], x[:, 0, :8], **o)])
+@interpreted()
+def test_triton_by_name_is_refused_with_the_reason(function):
+    with pytest.raises(
+        NotImplementedError, match=f"triton cannot serve this call: JAX {jax.__version__} does not lower"
+    ):
+        function(jnp.ones((4, 2, 16)), implementation="triton")

@@ -23,7 +23,7 @@ CASES = (
     _case("wide", (5,), 3072, dtypes=("bfloat16", "float32")),
     _case("empty batch", (0, 5), 128),
     _case("small", (64,), 512, uses={"bench"}),
-    _case("16384 × 3072", (16384,), 3072, uses={"bench"}, dtypes=("bfloat16",)),
+    _case("16384 × 3072", (16384,), 3072, uses={"compile", "bench"}, dtypes=("bfloat16",)),
     _case("16384 × 6400, by tanh", (16384,), 6400, "gelu_tanh", uses={"compile", "bench"}, dtypes=("bfloat16",)),
 )
 

@@ -42,7 +42,7 @@ CALLS = [
     sampled(CALLS, ["layer_norm-triton-h100-sxm5:1", "rms_norm-mosaic_gpu-h100-sxm5:1"]),
 )
 def test_a_norms_gradient_keeps_memory_busy(function, implementation, chip):
-    """Of 4,096 columns in bfloat16: nothing spills, and enough rows are in flight."""
+    """Compile it for 4,096 columns in bfloat16: nothing spills, and enough rows are in flight."""
     width = 4096
     mesh = Mesh(np.array(targets.devices(Target.parse(chip))), ("one",))
     structs = [

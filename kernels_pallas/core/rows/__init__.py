@@ -29,7 +29,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _RUN = {"triton": triton.run, "mosaic_gpu": mosaic_gpu.run, "mosaic_tpu": mosaic_tpu.run}
 IMPLEMENTATIONS = tuple(_RUN)
 # Triton's kernels have run on a GPU, and serve any width.
-_BY_NAME = ("mosaic_gpu",)
+_WHERE_MEASURED = ("mosaic_gpu",)
 
 
 class RowsBody(Protocol):
@@ -78,7 +78,7 @@ def choose_kernel(
     serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
     reasons = dict.fromkeys(IMPLEMENTATIONS, serves) | ({"xla": lambda chip: None} if tuned_for_xla else {})
     reasons["mosaic_gpu"] = lambda chip: serves(chip) or mosaic_gpu.unsupported_reason(x, body.elementwise)
-    chosen = choose(body.name, implementation, reasons, by_name=_BY_NAME, call=CallClass.of_rows(x))
+    chosen = choose(body.name, implementation, reasons, by_name=_WHERE_MEASURED, call=CallClass.of_rows(x))
     # Empty operands have the same result in every implementation.
     return None if chosen == "reference" or x.size == 0 else chosen
 

@@ -147,16 +147,16 @@ def _evaluated(jaxpr: Any, width: int, arguments: Sequence[Any]) -> list[Any]:
         primitive, inputs = equation.primitive, [value(x) for x in equation.invars]
         reduces = primitive.name.startswith("reduce_")
         if inner := list(jaxprs_in_params(equation.params)):
-            made = _evaluated(inner[0], width, inputs)
+            results = _evaluated(inner[0], width, inputs)
         elif reduces and equation.invars[0].aval.size == width:
-            made = [primitive.bind(_spread(inputs[0], (width,)), **equation.params | {"axes": (0,)})]
+            results = [primitive.bind(_spread(inputs[0], (width,)), **equation.params | {"axes": (0,)})]
         elif reduces or primitive.name in ("broadcast_in_dim", "reshape", "squeeze", "stop_gradient"):
-            made = inputs
+            results = inputs
         else:
             shape = (width,) if equation.outvars[0].aval.size == width else ()
             apply = _LOWERED.get(primitive.name, primitive.bind)
-            made = [apply(*(_spread(x, shape) for x in inputs), **equation.params)]
-        values |= zip(equation.outvars, made, strict=True)
+            results = [apply(*(_spread(x, shape) for x in inputs), **equation.params)]
+        values |= zip(equation.outvars, results, strict=True)
     return [value(x) for x in jaxpr.outvars]
 
 

@@ -65,28 +65,27 @@ def test_where_no_kernel_is_left_one_line_says_so(kind, function, shape):
         text, said = traced(function, kind, shape)
         assert "pallas_call" not in text and "gpu_block" not in text
         assert len(said) == expected
-        assert not said or said[0].startswith(
-            f"rms_norm: JAX {jax.__version__} does not lower Pallas to Triton: on {kind}"
-        )
+        assert not said or said[0].startswith(f"rms_norm: JAX {jax.__version__} does not lower Pallas to Triton, and")
+        assert not said or said[0].endswith(kind)
 
 
 @pytest.mark.parametrize(
     "kind, mask, chosen",
     [
-        ("NVIDIA H200", causal, "mosaic_gpu"),
-        ("NVIDIA A100-SXM4-80GB", causal, "cudnn"),
-        ("NVIDIA A100-SXM4-80GB", functools.partial(sliding_window, before=20), "xla"),
-        ("NVIDIA B200", causal, "cudnn"),
+        ("NVIDIA H100 80GB HBM3", functools.partial(sliding_window, before=20), ["mosaic_gpu"] * 2),
+        ("NVIDIA A100-SXM4-80GB", causal, ["cudnn", "xla"]),  # whose gradients are not deterministic
+        ("NVIDIA A100-SXM4-80GB", functools.partial(sliding_window, before=20), ["xla"] * 2),
+        ("NVIDIA B200", causal, ["cudnn", "xla"]),
     ],
 )
 def test_attention_takes_cudnn_or_xla_with_one_line(kind, mask, chosen, monkeypatch):
-    took = []
+    took, module = [], sys.modules["kernels_pallas.flash_attention"]
     plain = choice.choose
-    module = sys.modules["kernels_pallas.flash_attention"]
     monkeypatch.setattr(module, "choose", lambda *a, **o: took.append(plain(*a, **o)) or took[-1])
+    monkeypatch.setattr(module.cudnn, "is_absent", lambda: None)
     monkeypatch.setattr(module.cudnn, "flash_attention", lambda operands, *rest: operands.query)
     _, said = traced(lambda x: flash_attention(x, x, x, key_range=mask(128)), kind, (1, 128, 2, 64))
-    assert took == [chosen] and len(said) == (chosen != "mosaic_gpu")
+    assert took == chosen and len(said) == (took[0] != "mosaic_gpu")
 
 
 SAMPLES = [

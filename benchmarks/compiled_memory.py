@@ -29,7 +29,6 @@ from jaxlm.config import SIZE_KEYS, Experiment
 from jaxlm.core import accelerators
 from jaxlm.costs.counted.memory import Memory, memory
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.layer_loops import resolved, with_choice
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
@@ -47,7 +46,8 @@ _MARK = "<!-- from here on written by benchmarks/compiled_memory.py -->\n"
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """A step of a model on chips, with `batch` × `sequence` tokens and configuration overrides."""
+    """A step of a model on chips, with `batch` × `sequence` tokens and configuration overrides. Unless these say
+    otherwise XLA computes everything, and layers run in a loop."""
 
     kind: Kind
     model: str
@@ -64,18 +64,12 @@ class MemoryCase:
     def load(self) -> Experiment:
         batch, sequence = SIZE_KEYS[self.kind]
         sizes = f"{batch}={self.batch}", f"{sequence}={self.sequence}"
-        return configuration.load(
-            ROOT / "configs" / "models" / f"{self.model}.toml", [*sizes, "execution.kernels=xla", *self.overrides]
-        )
-
-    def work(self) -> Workload:
-        """Return the workload of the step on its chips, with the choice of a loop over layers."""
-        chip = Target.parse(self.on).chip
-        return resolved(Workload.of(self.load(), self.layout, self.kind).on(chip), chip.device_capacity())
+        settings = [*sizes, "execution.kernels=xla", "execution.scan_layers=true", *self.overrides]
+        return configuration.load(ROOT / "configs" / "models" / f"{self.model}.toml", settings)
 
     def counted(self) -> Memory:
         """Return the closed-form memory of one device."""
-        return memory(self.work())
+        return memory(Workload.of(self.load(), self.layout, self.kind).on(Target.parse(self.on).chip))
 
 
 def _cases() -> Iterator[MemoryCase]:
@@ -137,6 +131,10 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", llama, "tpu-v5p:2x2x2", 32, 4096, fsdp(8), (few, auto))
     yield MemoryCase("train", qwen, "tpu-v6e:2x2", 8, 4096, tensor(2, 2), (auto,))
     yield MemoryCase("prefill", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto,))
+
+    written_out = "execution.scan_layers=false"
+    yield MemoryCase("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, written_out))
+    yield MemoryCase("train", gpt2, "h200-sxm", 16, 1024, overrides=(auto, written_out))
 
     lora = "lora.rank=16"
     yield MemoryCase("train", gpt2, "a100-sxm4-80g", 16, 1024, overrides=(auto, full, lora))
@@ -225,7 +223,7 @@ def programs_of(case: MemoryCase) -> "StepPrograms":
     accelerators.choose()
     devices = targets.devices(Target.parse(case.on))
     mesh = make_mesh(case.layout, devices)
-    return step_programs(with_choice(case.load(), case.work()), case.kind, mesh)
+    return step_programs(case.load(), case.kind, mesh)
 
 
 def compiled(case: MemoryCase) -> dict[str, int]:

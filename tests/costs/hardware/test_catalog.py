@@ -46,6 +46,7 @@ class TestEveryChip:
 
     def test_a_source_is_an_address_or_says_what_it_is(self, chip):
         kinds = r"https://\S+( \(.+\))?|github:[\w.-]+/[\w.-]+:[\w./-]+|recalled|derived: .+|CUDA device .+|libtpu, .+"
+        kinds += r"|measured: benchmarks/results/\S+"
         assert chip.sources and all(re.fullmatch(kinds, source) for source in chip.sources)
 
     def test_units_are_sane(self, chip):

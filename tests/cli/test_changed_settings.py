@@ -238,6 +238,9 @@ def test_a_run_of_an_earlier_default_keeps_it(tmp_path):
         assert run.with_former_defaults(now).data.held_out == expected
         given = config.load(file, ["data.held_out=0.3"])
         assert run.with_former_defaults(given) == given
+    for recorded, expected in ((True, True), (False, "auto"), ("auto", "auto")):
+        run.paths.config.write_text(config.load(file, [f"execution.scan_layers={recorded}".lower()]).to_toml())
+        assert run.with_former_defaults(now).execution.scan_layers == expected
 
 
 def test_short_names_of_keys_are_of_one_key_each():

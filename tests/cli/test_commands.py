@@ -87,6 +87,7 @@ def test_a_run_holds_what_it_should(run):
     assert rungs["measured"]["step_s"] > rungs["counted"]["step_s"][0] > rungs["napkin"]["step_s"] > 0
     (attempt,) = lines(run / "attempts.jsonl")
     assert attempt["versions"]["jax"] and attempt["devices"]
+    assert attempt["layers"].keys() == {"scan_layers", "reason"}
 
 
 @pytest.mark.slow

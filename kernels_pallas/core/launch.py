@@ -59,15 +59,19 @@ def triton(warps: int, stages: int = 2) -> Any:
     return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
-# Bytes of VMEM that Mosaic grants a kernel, whatever the chip has.
+# Bytes of VMEM that Mosaic grants a kernel that asks for no more, whatever the chip has.
 TPU_VMEM = 16 * 2**20
 
 
-def mosaic_tpu(semantics: Sequence[str]) -> Any:
-    """Return parameters for Mosaic on TPUs: each axis of the grid is "parallel" or "arbitrary" (in sequence)."""
+def mosaic_tpu(semantics: Sequence[str], vmem: int = TPU_VMEM) -> Any:
+    """Return parameters for Mosaic on TPUs: each axis of the grid is "parallel" or "arbitrary" (in sequence).
+
+    vmem: bytes that the kernel needs, where they are more than any kernel is granted.
+    """
     from jax.experimental.pallas import tpu as pltpu
 
-    return pltpu.CompilerParams(dimension_semantics=tuple(semantics))
+    limit = vmem if vmem > TPU_VMEM else None
+    return pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=limit)
 
 
 def vmem(shape: Sequence[int], dtype: Any) -> Any:

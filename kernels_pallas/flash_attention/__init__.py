@@ -271,7 +271,7 @@ def has_one_backward_kernel(implementation: str | None, query: Any, key: Any, va
     """Return whether an implementation computes all gradients in one kernel, from scores that it computes once."""
     if implementation == "mosaic_gpu":
         return mosaic_gpu_backward.serves(Operands(query, key, value, None, None, None, None))
-    return implementation not in ("triton", "mosaic_tpu")
+    return implementation != "triton"
 
 
 def costs(
@@ -294,8 +294,10 @@ def costs(
     seen = unmasked_scores(key_range, *query.shape[:2], key.shape[1])
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
     calls = Operands(query, key, value, rows, rows, sinks, bias).by_interval()
-    at_once = has_one_backward_kernel(implementation, query, key, value)
-    each = [call.costs(scores, at_once) for call, scores in zip(calls, seen, strict=True)]
+    d_query_dtype = None
+    if has_one_backward_kernel(implementation, query, key, value):
+        d_query_dtype = query.dtype if implementation == "mosaic_tpu" else jnp.dtype(jnp.float32)
+    each = [call.costs(scores, d_query_dtype) for call, scores in zip(calls, seen, strict=True)]
     return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 
 

@@ -7,6 +7,7 @@ runs (`tile_schedule.py`), so that masked tiles take no step of the grid.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -36,42 +37,42 @@ class FlashTpuTiling(NamedTuple):
     """Blocks of each kernel."""
 
     forward: FlashTpuBlocks
-    query_gradient: FlashTpuBlocks
-    key_gradient: FlashTpuBlocks
+    gradients: FlashTpuBlocks
 
 
 # Defaults until sizes are measured: the compiler's best schedules (docs/kernels.md) among those that fit the 16 MiB of
 # VMEM that every generation grants a kernel.
-_DEFAULT = FlashTpuTiling(*(FlashTpuBlocks(queries, 1024, 256) for queries in (512, 512, 1024)))
-_FLOAT32 = FlashTpuTiling(*[FlashTpuBlocks(256, 512, 256)] * 3)
-_INTERPRETED = FlashTpuTiling(*[FlashTpuBlocks(128, 128, 64)] * 3)
+_DEFAULT = FlashTpuTiling(*[FlashTpuBlocks(512, 1024, 256)] * 2)
+_FLOAT32 = FlashTpuTiling(*[FlashTpuBlocks(256, 512, 256)] * 2)
+_INTERPRETED = FlashTpuTiling(*[FlashTpuBlocks(128, 128, 64)] * 2)
 # The most float32 scores of a chunk that compilers for v5e were found to hold.
 _INTERMEDIATES = 7
 
 
 class _TileLayout(NamedTuple):
-    """The tiling of a call: its sizes, blocks and numbers of blocks, and the schedule of its tiles."""
+    """The tiling of a call: its sizes, blocks and numbers of blocks, the schedule of its tiles, and bytes of VMEM."""
 
     sizes: tuple[int, int, int, int, int, int, int]
     blocks: FlashTpuBlocks
     rows: int
     columns: int
-    by_keys: bool
     schedule: TileSchedule
+    vmem: int
+
+    @property
+    def too_many_rows(self) -> bool:
+        """Return whether a tile cannot name its block of queries."""
+        return self.rows > tile_schedule.MAX_OUTER
 
     @property
     def too_long(self) -> bool:
         """Return whether the schedule is too long for scalar memory."""
-        return self._outer > tile_schedule.MAX_OUTER or self.schedule.tiles.size > tile_schedule.MAX_TILES
+        return self.too_many_rows or self.schedule.tiles.size > tile_schedule.MAX_TILES
 
     @property
     def by_sequence(self) -> bool:
         """Return whether half of the sequences have half of the schedule."""
-        return self._outer <= tile_schedule.MAX_OUTER and self.schedule.tiles.shape[0] > 1
-
-    @property
-    def _outer(self) -> int:
-        return self.columns if self.by_keys else self.rows
+        return not self.too_many_rows and self.schedule.tiles.shape[0] > 1
 
     def cut(self, operands: Operands) -> Operands:
         """Move heads before the sequence and pad the sequence to whole blocks; padding is masked."""
@@ -114,35 +115,35 @@ def _layout(operands: Operands, kernel: str) -> _TileLayout:
         kernels = _FLOAT32 if dtype == jnp.float32 else _DEFAULT
     lengths = [pl.cdiv(length, LANES) * LANES for length in (T, S)]
     chosen = getattr(kernels, kernel)
-    if kernel == "key_gradient" and operands.bias is not None and operands.bias.shape[2] > 1:
-        chosen = chosen._replace(keys=min(chosen.keys, 512))  # a tile of it may be float32, and twice in VMEM
     default = FlashTpuBlocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
     # The measured size may come from a call without a bias, or from narrower heads.
     blocks = blocks if _held(blocks, operands, kernel) <= launch.TPU_VMEM else default
-    rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"
-    schedule = tile_schedule.schedule_tiles(
-        operands.start, operands.end, blocks.queries, blocks.keys, columns, by_keys=by_keys
-    )
-    return _TileLayout(sizes, blocks, rows, columns, by_keys, schedule)
+    rows, columns = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
+    schedule = tile_schedule.schedule_tiles(operands.start, operands.end, blocks.queries, blocks.keys, columns)
+    vmem = _held(blocks, operands, kernel)
+    if kernel == "gradients":  # of all keys of a head: float32 sums, and results that are float32 at most
+        vmem += 8 * columns * blocks.keys * sum(pl.cdiv(width, LANES) * LANES for width in (H, V))
+    return _TileLayout(sizes, blocks, rows, columns, schedule, vmem)
 
 
 def _held(blocks: FlashTpuBlocks, operands: Operands, kernel: str) -> int:
-    """Return bytes of VMEM: two buffers of each array's block, of whole lanes, a row in 8 sublanes; the float32 sums;
-    and the intermediates of a chunk of scores.
+    """Return bytes of VMEM for a tile: two buffers of each array's block, of whole lanes, a row in 8 sublanes; the
+    float32 sums of its queries; and the intermediates of a chunk of scores.
     """
     H, V = (pl.cdiv(width, LANES) * LANES for width in operands.sizes[5:])
     queries, keys, chunk = blocks
-    written, sums = {
-        "forward": (queries * V, queries * V),
-        "query_gradient": (queries * (V + H), queries * H),  # with the output's gradient, which is read
-        "key_gradient": (queries * V + keys * (H + V), keys * (H + V)),
+    itemsize = operands.query.dtype.itemsize
+    # Backward with the output's gradient, which is read, and the queries', which may be float32, and added to another.
+    more, sums = {
+        "forward": (itemsize * V, V),
+        "gradients": (itemsize * V + 2 * 4 * H, H),
     }[kernel]
-    arrays = operands.query.dtype.itemsize * (queries * H + keys * (H + V) + written)
+    arrays = itemsize * (queries * H + keys * (H + V)) + queries * more
     rows, bias = 4 * 4 * 8 * queries, 0
     if operands.bias is not None:
         bias = operands.bias.dtype.itemsize * keys * (queries if operands.bias.shape[2] > 1 else 16)
-    return 2 * (arrays + rows + bias) + 4 * (sums + _INTERMEDIATES * min(chunk, keys) * queries)
+    return 2 * (arrays + rows + bias) + 4 * queries * (sums + _INTERMEDIATES * min(chunk, keys))
 
 
 def unsupported_reason(operands: Operands) -> str | None:
@@ -160,7 +161,11 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
     layout = _layout(operands, "forward")
     blocks = layout.blocks
     if layout.too_long:
-        axis, calls = _split(settings, operands, layout)
+        if layout.by_sequence:
+            axis, calls = 0, halves.of_sequences(settings, operands)
+        else:
+            middle = pl.cdiv(layout.rows, 2) * blocks.queries
+            axis, calls = 1, halves.of_queries(settings, operands, middle)
         outs, sums = zip(*itertools.starmap(forward, calls), strict=True)
         return jnp.concatenate(outs, axis), jnp.concatenate(sums, 2 * axis)
 
@@ -212,119 +217,136 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]
 
 
-def backward(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of query, key and value.
 
-    Rows are log_sum_exp in units of log₂ e and delta, float32 [B, N, T], and d_out.
+    log_sum_exp, in units of log₂ e, and delta are float32 [B, N, T].
     """
-    return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
+    return _gradients(settings, operands, operands.query.dtype, log_sum_exp, delta, d_out)
 
 
-def _query_gradient(
-    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
-) -> jax.Array:
-    """Return the gradient of the query; log_sum_exp, in units of log₂ e, and delta are float32 [B, N, T]."""
-    _, T, _, _, _, H, _ = operands.sizes
-    layout = _layout(operands, "query_gradient")
-    blocks = layout.blocks
-    if layout.too_long:
-        axis, calls = _split(settings, operands, layout, log_sum_exp, delta, d_out)
-        return jnp.concatenate(list(itertools.starmap(_query_gradient, calls)), axis)
+def _gradients(
+    settings: FlashSettings,
+    operands: Operands,
+    dtype: Any,
+    log_sum_exp: jax.Array,
+    delta: jax.Array,
+    d_out: jax.Array,
+    earlier: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients in a dtype; that of the query includes `earlier`, float32, of other keys.
+
+    The sums of all keys of a head are in VMEM, so that every product of scores serves all three gradients.
+    """
+    _, T, S, N, K, H, V = operands.sizes
+    layout = _layout(operands, "gradients")
+    blocks, length = layout.blocks, layout.columns * layout.blocks.keys
+    rows = (log_sum_exp, delta, d_out) if earlier is None else (log_sum_exp, delta, d_out, earlier)
+    if layout.too_long or (layout.vmem > _granted() and layout.columns > 1):
+        return _gradients_of_halves(settings, operands, dtype, layout, *rows)
 
     def kernel(tile: ScheduledTile, ref: Mapping[str, Any]) -> None:
         total = ref["total"]
+        head, step = pl.program_id(2), pl.program_id(3)
+
+        def each_block(of: Callable[[Any], None]) -> None:
+            """Call of(slice) on each block of keys, in a loop: all of them would be long code."""
+            jax.lax.fori_loop(0, layout.columns, lambda j, _: of(pl.ds(j * blocks.keys, blocks.keys)), None)
+
+        @pl.when((head == 0) & (step == 0))
+        def _() -> None:
+            def clear(keys: Any) -> None:
+                ref["key_total"][keys] = jnp.zeros((blocks.keys, H), jnp.float32)
+                ref["value_total"][keys] = jnp.zeros((blocks.keys, V), jnp.float32)
+
+            each_block(clear)
 
         @pl.when(tile.is_first)
         def _() -> None:
             total[...] = jnp.zeros_like(total)
 
-        def step(masked: bool) -> None:
+        def compute(masked: bool) -> None:
+            d_out, query = ref["d_out"][...], ref["query"][...]
             d_query = total[...]
             for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
                 scores, slope = _scores(settings, ref, masked, products, tile.inner * blocks.keys, keys)
                 weights = recomputed(jnp.exp2(scores - ref["log_sum_exp"][...]))
-                d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
-                key = ref["key"][keys]
-                d_query += dot(key, d_scores.astype(key.dtype), (0, 0))
+                at = pl.ds(tile.inner * blocks.keys + keys.start, keys.stop - keys.start)
+                ref["value_total"][at] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
+                d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope).astype(query.dtype)
+                ref["key_total"][at] += dot(d_scores, query, (1, 0))
+                d_query += dot(ref["key"][keys], d_scores, (0, 0))
             total[...] = d_query
 
-        tile.compute(step)
+        tile.compute(compute)
 
         @pl.when(tile.is_last)
         def _() -> None:
-            ref["d_query"][...] = (total[...] * settings.scale).T.astype(ref["d_query"].dtype)
+            d_query = (total[...] * settings.scale).T
+            ref["d_query"][...] = (d_query + ref["earlier"][...] if "earlier" in ref else d_query).astype(dtype)
 
-    (d_query,) = _call(
-        "query_gradient",
-        kernel,
-        settings,
-        layout,
-        operands,
-        gradients=_by_row(layout, log_sum_exp, delta, d_out),
-        outputs={"d_query": ("query", H, operands.query.dtype)},
-        scratch={"total": (H, blocks.queries)},
-        cost=operands.query_cost(settings.unmasked_scores),
-    )
-    return jnp.swapaxes(d_query[:, :, :T], 1, 2)
-
-
-def _key_gradient(
-    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of key and value: see `_query_gradient`."""
-    _, _, S, N, K, H, V = operands.sizes
-    layout = _layout(operands, "key_gradient")
-    blocks = layout.blocks
-    if layout.too_long:
-        axis, calls = _split(settings, operands, layout, log_sum_exp, delta, d_out)
-        d_keys, d_values = zip(*itertools.starmap(_key_gradient, calls), strict=True)
-        return jnp.concatenate(d_keys, axis), jnp.concatenate(d_values, axis)
-
-    def kernel(tile: ScheduledTile, ref: Mapping[str, Any]) -> None:
-        key_total, value_total = ref["key_total"], ref["value_total"]
-        head = pl.program_id(3)
-
-        @pl.when(tile.is_first & (head == 0))
+        @pl.when((head == N // K - 1) & (step == pl.num_programs(3) - 1))
         def _() -> None:
-            key_total[...] = jnp.zeros_like(key_total)
-            value_total[...] = jnp.zeros_like(value_total)
+            def write(keys: Any) -> None:
+                ref["d_key"][keys] = (ref["key_total"][keys] * settings.scale).astype(dtype)
+                ref["d_value"][keys] = ref["value_total"][keys].astype(dtype)
 
-        def step(masked: bool) -> None:
-            d_out, query = ref["d_out"][...], ref["query"][...]
-            for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
-                scores, slope = _scores(settings, ref, masked, products, tile.outer * blocks.keys, keys)
-                weights = recomputed(jnp.exp2(scores - ref["log_sum_exp"][...]))
-                value_total[keys] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
-                d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
-                key_total[keys] += dot(d_scores.astype(query.dtype), query, (1, 0))
+            each_block(write)
 
-        tile.compute(step)
+    def heads_first(x: jax.Array) -> jax.Array:
+        return layout.heads_first(x, layout.rows * blocks.queries)
 
-        @pl.when(tile.is_last & (head == N // K - 1))
-        def _() -> None:
-            ref["d_key"][...] = (key_total[...] * settings.scale).astype(ref["d_key"].dtype)
-            ref["d_value"][...] = value_total[...].astype(ref["d_value"].dtype)
-
-    d_key, d_value = _call(
-        "key_gradient",
-        kernel,
-        settings,
-        layout,
-        operands,
-        gradients=_by_row(layout, log_sum_exp, delta, d_out),
-        outputs={"d_key": ("key", H, operands.key.dtype), "d_value": ("key", V, operands.value.dtype)},
-        scratch={"key_total": (blocks.keys, H), "value_total": (blocks.keys, V)},
-        cost=operands.key_cost(settings.unmasked_scores),
-    )
-    return jnp.swapaxes(d_key[:, :, :S], 1, 2), jnp.swapaxes(d_value[:, :, :S], 1, 2)
-
-
-def _by_row(layout: _TileLayout, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array) -> dict[str, tuple]:
-    return {
+    gradients = {
         "log_sum_exp": ("row", layout.per_query(log_sum_exp)),
         "delta": ("row", layout.per_query(delta)),
-        "d_out": ("query", layout.heads_first(d_out, layout.rows * layout.blocks.queries)),
+        "d_out": ("query", heads_first(d_out)),
     }
+    if earlier is not None:
+        gradients["earlier"] = "query", heads_first(earlier)
+    d_query, d_key, d_value = _call(
+        "gradients",
+        kernel,
+        settings,
+        layout,
+        operands,
+        gradients=gradients,
+        outputs={"d_query": ("query", H, dtype), "d_key": ("keys", H, dtype), "d_value": ("keys", V, dtype)},
+        scratch={"total": (H, blocks.queries), "key_total": (length, H), "value_total": (length, V)},
+        cost=operands.backward_cost(settings.unmasked_scores, dtype),
+    )
+    d_query, d_key, d_value = (jnp.swapaxes(x, 1, 2) for x in (d_query, d_key, d_value))
+    return d_query[:, :T], d_key[:, :S], d_value[:, :S]
+
+
+def _gradients_of_halves(
+    settings: FlashSettings, operands: Operands, dtype: Any, layout: _TileLayout, *rows: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of a call that is too long for one kernel, by two calls one after the other."""
+    if layout.by_sequence and layout.too_long:
+        calls = halves.of_sequences(settings, operands, *rows)
+        parts = [_gradients(*call[:2], dtype, *call[2:]) for call in calls]
+        return tuple(jnp.concatenate(x) for x in zip(*parts, strict=True))
+    if layout.too_many_rows:
+        calls = halves.of_queries(settings, operands, pl.cdiv(layout.rows, 2) * layout.blocks.queries, *rows)
+        parts = [_gradients(*call[:2], jnp.float32, *call[2:]) for call in calls]
+        (before, *of_before), (after, *of_after) = parts
+        summed = jnp.concatenate([before, after], 1), *(x + y for x, y in zip(of_before, of_after, strict=True))
+    else:
+        first, second = halves.of_keys(settings, operands, pl.cdiv(layout.columns, 2) * layout.blocks.keys, *rows)
+        earlier, *of_first = _gradients(*first[:2], jnp.float32, *first[2:])
+        d_query, *of_second = _gradients(*second[:2], jnp.float32, *second[2:5], earlier)
+        summed = d_query, *(jnp.concatenate(x, 1) for x in zip(of_first, of_second, strict=True))
+    return tuple(x.astype(dtype) for x in summed)
+
+
+def _granted() -> float:
+    """Return the bytes of VMEM that a kernel may ask for: three quarters of a core's, or what any kernel gets; without
+    end in interpretation.
+    """
+    chip = target.current()
+    return max(launch.TPU_VMEM, chip.scratchpad * 3 // 4) if chip.platform == "tpu" else math.inf
 
 
 def _ahead(blocks: FlashTpuBlocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
@@ -375,22 +397,20 @@ def _call(
 ) -> list[jax.Array]:
     """Run a kernel that takes its references by name on the unmasked tiles of scores, one after the other.
 
-    Tiles go by block of queries, or with `by_keys` by block of keys. Other arrays and outputs come with their kind:
-    "query", "row" (one number per query) or "key".
+    Other arrays and outputs come with their kind: "query", "row" (one number per query), "key" or "keys" (all keys of
+    a head, once in VMEM).
     """
-    (B, T, S, N, K, H, V), blocks, rows, columns, by_keys, (tiles, steps) = layout
+    (B, T, S, N, K, H, V), blocks, rows, columns, (tiles, steps), held = layout
     group = N // K
-    inner = group if by_keys else 1  # the heads of a group add to the same keys' gradients
     listed = tiles.shape[1] if tiles.shape[0] > 1 else 0
     operands = layout.cut(operands)
 
     def of_tile(index: Callable[..., tuple]) -> Callable[..., tuple]:
         """Return an index map from a function of (b, n, i, j), where (i, j) is the tile of scores."""
 
-        def at(b: Any, heads: Any, step: Any, g: Any, tiles: Any) -> tuple:
+        def at(b: Any, k: Any, g: Any, step: Any, tiles: Any) -> tuple:
             tile = ScheduledTile(tiles[b * listed + step])
-            row, column = (tile.inner, tile.outer) if by_keys else (tile.outer, tile.inner)
-            return index(b, heads * inner + g, row, column)
+            return index(b, k * group + g, tile.outer, tile.inner)
 
         return at
 
@@ -400,6 +420,9 @@ def _call(
                 return pl.BlockSpec((None, None, blocks.queries, width), of_tile(lambda b, n, i, j: (b, n, i, 0)))
             case "key":
                 return pl.BlockSpec((None, None, blocks.keys, width), of_tile(lambda b, n, i, j: (b, n // group, j, 0)))
+            case "keys":
+                at = of_tile(lambda b, n, i, j: (b, n // group, 0, 0))
+                return pl.BlockSpec((None, None, columns * blocks.keys, width), at, pipeline_mode=pl.Buffered(1))
             case "row":
                 return pl.BlockSpec((None, None, 1, blocks.queries), of_tile(lambda b, n, i, j: (b, n, 0, i)))
         raise ValueError(kind)
@@ -426,21 +449,22 @@ def _call(
     inputs |= {key: (x, spec(kind, x.shape[-1])) for key, (kind, x) in gradients.items()}
     whole = {
         "query": lambda width: (B, N, rows * blocks.queries, width),
-        "key": lambda width: (B, K, columns * blocks.keys, width),
+        "keys": lambda width: (B, K, columns * blocks.keys, width),
         "row": lambda width: (B, N, 1, rows * blocks.queries),
     }
     names = [*inputs, *outputs, *scratch]
 
     def run(tiles: Any, *refs: Any) -> None:
-        tile = ScheduledTile(tiles[pl.program_id(0) * listed + pl.program_id(2)])
+        tile = ScheduledTile(tiles[pl.program_id(0) * listed + pl.program_id(3)])
         kernel(tile, dict(zip(names, refs, strict=True)))
 
     return launch.call(
         run,
         [tiles.reshape(-1), *(x for x, _ in inputs.values())],
         [jax.ShapeDtypeStruct(whole[kind](width), dtype) for kind, width, dtype in outputs.values()],
-        params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary", "arbitrary")),
-        grid=(B, N // inner, steps, inner),
+        # The heads of a group add to the gradients of the same keys.
+        params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary" if gradients else "parallel", "arbitrary"), held),
+        grid=(B, K, group, steps),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec(kind, width) for kind, width, _ in outputs.values()],
         scratch=[launch.vmem(shape, jnp.float32) for shape in scratch.values()],
@@ -448,14 +472,3 @@ def _call(
         cost=cost,
         name=f"flash_attention_{name}",
     )
-
-
-def _split(
-    settings: FlashSettings, operands: Operands, layout: _TileLayout, *rows: jax.Array
-) -> tuple[int, Iterator[tuple]]:
-    """Split a call whose schedule is too long in two; return the axis of the results to join, and both calls."""
-    if layout.by_sequence:
-        return 0, halves.of_sequences(settings, operands, *rows)
-    if layout.by_keys:
-        return 1, halves.of_keys(settings, operands, pl.cdiv(layout.columns, 2) * layout.blocks.keys, *rows)
-    return 1, halves.of_queries(settings, operands, pl.cdiv(layout.rows, 2) * layout.blocks.queries, *rows)

@@ -100,16 +100,21 @@ class Operands(NamedTuple):
         out, rows = self.out
         return self._cost(per_head, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
 
-    def backward_cost(self, per_head: int) -> KernelCost:
-        """Return the cost of one kernel for all gradients, which accumulates the queries' in float32: five products."""
+    def backward_cost(self, per_head: int, d_query_dtype: Any = jnp.float32) -> KernelCost:
+        """Return the cost of one kernel for all gradients, that of the queries written in a dtype: five products."""
         H, V = self.sizes[5:]
         out, rows = self.out
-        d_query = jax.ShapeDtypeStruct(self.query.shape, jnp.float32)
+        d_query = jax.ShapeDtypeStruct(self.query.shape, d_query_dtype)
         return self._cost(per_head, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
 
-    def costs(self, per_head: int, at_once: bool) -> KernelCosts:
-        """Return a call's costs: forward, and backward of one kernel for all three gradients (`at_once`), or of two."""
-        kernels = [self.backward_cost(per_head)] if at_once else [self.query_cost(per_head), self.key_cost(per_head)]
+    def costs(self, per_head: int, d_query_dtype: Any) -> KernelCosts:
+        """Return a call's costs: forward, and backward of one kernel for all three gradients, the queries' written in a
+        dtype, or of two where that is None.
+        """
+        if d_query_dtype is None:
+            kernels = [self.query_cost(per_head), self.key_cost(per_head)]
+        else:
+            kernels = [self.backward_cost(per_head, d_query_dtype)]
         return KernelCosts(self.forward_cost(per_head), KernelCost(*map(sum, zip(*kernels, strict=True))))
 
     def _cost(self, per_head: int, flops_per_score: int, *arrays: Any) -> KernelCost:

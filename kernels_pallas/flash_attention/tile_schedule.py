@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.key_range import array_module
 
-# A tile's bits from the lowest: four marks, its inner block (8 million keys or queries in blocks of 512), its outer
-# block, of which a list may have MAX_OUTER.
+# A tile's bits from the lowest: four marks, its block of keys (8 million keys in blocks of 512), its
+# block of queries, of which a list may have MAX_OUTER.
 _INNER_BITS = 14
 MAX_OUTER = 2 ** (31 - 4 - _INNER_BITS)
 _FIRST, _LAST, _COMPUTED, _UNMASKED = 1, 2, 4, 8
@@ -34,7 +34,8 @@ class TileSchedule(NamedTuple):
 
 
 class ScheduledTile:
-    """A tile of the list, as a kernel or an index map reads it. `inner` blocks of an `outer` one are consecutive."""
+    """A tile of the list, as a kernel or an index map reads it: block `inner` of keys and `outer` of queries; the tiles
+    of one block of queries are consecutive."""
 
     def __init__(self, tile: Any):
         self._tile = tile
@@ -61,19 +62,16 @@ class ScheduledTile:
         return (self._tile & mark) != 0
 
 
-def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int, *, by_keys: bool) -> TileSchedule:
+def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int) -> TileSchedule:
     """Return the schedule of the tiles of `queries` × `keys` scores that are not fully masked.
 
-    Tiles are grouped by blocks of queries, or with `by_keys` by blocks of keys, of which there are `columns`. A block
-    without unmasked scores has one tile, where its zeros are written. The schedule of numpy arrays [B or 1, T] is known
-    while tracing.
+    Tiles are grouped by blocks of queries; there are `columns` blocks of keys. A block of queries without unmasked
+    scores has one tile, where its zeros are written. The schedule of numpy arrays [B or 1, T] is known while tracing.
     """
     module = array_module(start, end)
     first, full, full_end, last = (x[:, :, None] for x in key_ranges(start, end, queries, keys))
     column = np.arange(columns, dtype=np.int32)[None, None]
     computed, whole = (first <= column) & (column < last), (full <= column) & (column < full_end)
-    if by_keys:
-        computed, whole = (module.swapaxes(x, 1, 2) for x in (computed, whole))
     outer, inner = (np.arange(n, dtype=np.int32) for n in computed.shape[1:])
     outer, inner = outer[None, :, None], inner[None, None]
     is_first = inner == module.min(module.where(computed, inner, inner.size), axis=2, keepdims=True) % inner.size

@@ -166,8 +166,8 @@ def test_costs_count_unmasked_scores():
 @EACH
 @interpreted()
 def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
-    """Under rematerialisation that saves "attention", one kernel runs forward and two backward; otherwise one more
-    forward.
+    """Under rematerialisation that saves "attention", one kernel runs forward, and backward one or two; otherwise one
+    more forward.
     """
 
     def kernels_of_gradient(*names):
@@ -180,8 +180,9 @@ def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(x))))
         return len(list(launches(jax.make_jaxpr(gradient)(jnp.ones((1, 20, 2, 16))).jaxpr)))
 
-    assert kernels_of_gradient("attention") == 3
-    assert kernels_of_gradient("query") == 4
+    both_ways = 3 if implementation == "triton" else 2
+    assert kernels_of_gradient("attention") == both_ways
+    assert kernels_of_gradient("query") == both_ways + 1
 
 
 @pytest.mark.slow

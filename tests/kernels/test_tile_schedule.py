@@ -38,8 +38,7 @@ def _tiles(start, end, columns):
     return unmasked.reshape(B, -1, QUERIES, columns, KEYS).transpose(0, 1, 3, 2, 4)
 
 
-@pytest.mark.parametrize("by_keys", [False, True])
-def test_an_unmasked_tile_is_visited_once_and_each_block_at_least_once(by_keys):
+def test_an_unmasked_tile_is_visited_once_and_each_block_of_queries_at_least_once():
     """Compare with the dense mask, for random intervals, some of them empty."""
     T, S = 50, 70
     low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T)).astype(np.int32)
@@ -47,12 +46,8 @@ def test_an_unmasked_tile_is_visited_once_and_each_block_at_least_once(by_keys):
     low[:20], high[:20] = low[:20, :1], S
     high[:10, 13:37] = 0
     tiles = _tiles(low, np.where(low < high, high, 0), -(-S // KEYS))
-    if by_keys:
-        tiles = tiles.swapaxes(1, 2)
     some, whole = tiles.any((-1, -2)), tiles.all((-1, -2))
-    make = functools.partial(
-        tile_schedule.schedule_tiles, queries=QUERIES, keys=KEYS, columns=-(-S // KEYS), by_keys=by_keys
-    )
+    make = functools.partial(tile_schedule.schedule_tiles, queries=QUERIES, keys=KEYS, columns=-(-S // KEYS))
     known, late = make(low, high), jax.jit(make)(low, high)
     assert known.steps == late.steps == known.tiles.shape[1]
     chex.assert_trees_all_equal(known.tiles, late.tiles[:, : known.steps])
@@ -88,13 +83,13 @@ def test_more_blocks_than_a_tile_can_name_are_split():
     def attend(x):
         return flash_attention(x, x, x, key_range=sliding_window(x.shape[1], 5), implementation="mosaic_tpu")
 
-    steps = [kernel["grid_mapping"].grid[2] for kernel in launches(jax.make_jaxpr(attend)(x).jaxpr)]
+    steps = [kernel["grid_mapping"].grid[3] for kernel in launches(jax.make_jaxpr(attend)(x).jaxpr)]
     assert steps == [tile_schedule.MAX_OUTER + 1, tile_schedule.MAX_OUTER]  # two for each block, except the very first
 
 
 def test_sequences_with_the_same_mask_share_a_list():
     see = clipped(causal(100), 3, 100, 100)
-    tiles, steps = tile_schedule.schedule_tiles(see.start[0], see.end[0], 10, 20, 5, by_keys=False)
+    tiles, steps = tile_schedule.schedule_tiles(see.start[0], see.end[0], 10, 20, 5)
     assert tiles.shape == (1, steps) and steps == 2 * (1 + 2 + 3 + 4 + 5)
 
 
@@ -110,18 +105,18 @@ def _grids(key_range, T):
     mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Auto,), abstract_device=V5E)
     with jax.sharding.use_abstract_mesh(mesh):
         program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
-    found = {kernel["name"]: kernel["grid_mapping"].grid[2] for kernel in launches(program.jaxpr)}
-    steps = (found[f"flash_attention_{name}"] for name in ("forward", "query_gradient", "key_gradient"))
+    found = {kernel["name"]: kernel["grid_mapping"].grid[3] for kernel in launches(program.jaxpr)}
+    steps = (found[f"flash_attention_{name}"] for name in ("forward", "gradients"))
     return [size if isinstance(size, int) else "late" for size in steps]
 
 
 def test_the_grid_has_a_step_for_each_unmasked_tile():
-    """At 8192 with tiles of 512 × 1024, or 1024 × 1024 for the keys: 128 steps, or 64, without a mask."""
+    """At 8192 with tiles of 512 × 1024: 128 steps without a mask."""
     T = 8192
-    assert _grids(lambda: None, T) == [128, 128, 64]
-    assert _grids(lambda: causal(T), T) == [72, 72, 36]
-    assert _grids(lambda: sliding_window(T, 511), T) == [23, 23, 15]
-    assert _grids(lambda: packed(jnp.zeros((1, T), jnp.int32)), T) == ["late"] * 3
+    assert _grids(lambda: None, T) == [128, 128]
+    assert _grids(lambda: causal(T), T) == [72, 72]
+    assert _grids(lambda: sliding_window(T, 511), T) == [23, 23]
+    assert _grids(lambda: packed(jnp.zeros((1, T), jnp.int32)), T) == ["late"] * 2
 
 
 @interpreted()
@@ -173,7 +168,7 @@ def test_masks_known_later_are_mapped(maps):
 @pytest.mark.parametrize("bias", [(1, 1, 1, 640), (2, 2, 520, 640), None], ids=str)
 @interpreted()
 def test_a_list_that_is_too_long_is_split(constant, bias):
-    """Split by queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
+    """Split by queries forward, by keys backward: the same numbers, the same FLOPs."""
     arrays = drawn((2, 520, 2, 16), (2, 640, 1, 16), (2, 640, 1, 16), *([bias] if bias else []))
     options = dict(key_range=sliding_window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
 
@@ -193,7 +188,7 @@ def test_a_list_that_is_too_long_is_split(constant, bias):
     whole, flops = run()
     constant(tile_schedule, "MAX_TILES", 10)
     in_halves, of_halves = run()
-    assert len(flops) == 3 < len(of_halves) and sum(flops) == sum(of_halves)
+    assert len(flops) == 2 < len(of_halves) and sum(flops) == sum(of_halves)
     # float32 sums in another order, where XLA fuses differently.
     chex.assert_trees_all_close(in_halves, whole, rtol=1e-5, atol=1e-5)
 
@@ -221,5 +216,5 @@ def test_lists_of_many_sequences_are_split_by_sequences(constant, bias):
     whole, once = run()
     constant(tile_schedule, "MAX_TILES", 2)
     in_halves, times = run()
-    assert (once, times) == (3, 3 * 2)
+    assert (once, times) == (2, 2 * 3)
     chex.assert_trees_all_close(in_halves, whole, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
 """Benchmarks compare equal work, and the GPU benchmark runs end to end without a GPU."""
 
 import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from markers import ELSEWHERE
 
 from jaxlm import config
 from jaxlm.models import tree
@@ -246,3 +248,30 @@ def test_both_score_the_same_requests():
         worker.run(1)
         found.append(worker.facts()["mean_logprob"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_bundles_of_attention_on_tpus_are_of_the_blocks_that_it_takes():
+    """After a change of the kernels: python benchmarks/tpu_attention.py --only default"""
+    import tpu_attention
+
+    from kernels_pallas.flash_attention import mosaic_tpu
+
+    recorded = json.loads(tpu_attention.FILE.read_text())
+    rows = recorded["variants"]
+    for name, variant in tpu_attention.VARIANTS.items():
+        if name in rows and variant.blocks is None:
+            assert rows[name]["blocks"] == list(getattr(mosaic_tpu._DEFAULT, variant.kernel))
+    gradients = rows["v5p, gradients, default"]["bundles_of_a_head"]
+    assert gradients <= 0.7 * tpu_attention.BEFORE["v5p, gradients"]
+
+
+@ELSEWHERE
+def test_bundles_of_attention_on_tpus_are_of_its_program():
+    import results
+    import tpu_attention
+
+    recorded = json.loads(tpu_attention.FILE.read_text())
+    if operator.ne(*results.compilers(recorded)):
+        pytest.skip("recorded with other compilers")
+    name = "v5p, gradients, default"
+    assert tpu_attention.lower(tpu_attention.VARIANTS[name]).digest == recorded["variants"][name]["program"]

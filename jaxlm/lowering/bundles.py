@@ -4,6 +4,7 @@ A core issues one bundle a cycle unless it stalls. libtpu dumps schedules on und
 start-up; they are the same in the versions that come with JAX 0.10.2 and 0.12.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,13 @@ class ScheduledKernel(NamedTuple):
     busy: Mapping[str, float]
 
 
+class BranchFreeRun(NamedTuple):
+    """Bundles that run one after the other, without a branch among them, and the utilisation of each unit in them."""
+
+    bundles: int
+    busy: Mapping[str, float]
+
+
 def environment(folder: Path) -> dict[str, str]:
     """Return environment variables for a new process whose libtpu writes schedules to the folder."""
     flags = {
@@ -44,13 +52,20 @@ def environment(folder: Path) -> dict[str, str]:
 
 def read(folder: Path) -> Iterator[ScheduledKernel]:
     """Yield the kernels in the folder, Pallas's and XLA's own, in compilation order."""
+    for name, runs in read_runs(folder):
+        longest = max(runs, key=lambda run: run.bundles)
+        yield ScheduledKernel(name, sum(run.bundles for run in runs), *longest)
+
+
+def read_runs(folder: Path) -> Iterator[tuple[str, list[BranchFreeRun]]]:
+    """Yield the name and the branch-free runs, in order of addresses, of each kernel in the folder."""
     for path in sorted(folder.iterdir()):
         if found := _UNITS.match(path.name):
             (listing,) = folder.glob(f"{path.name.partition('-')[0]}-{found[1]}-*[0-9]-final_bundles.txt")
-            yield _scheduled(found[1], path.read_text(), listing.read_text())
+            yield found[1].partition(".")[0], _runs(path.read_text(), listing.read_text())
 
 
-def _scheduled(name: str, utilization: str, listing: str) -> ScheduledKernel:
+def _runs(utilization: str, listing: str) -> list[BranchFreeRun]:
     """Parse the utilisation and the listing of one kernel."""
     # A title, the units, the capacity of each per bundle, a title, and a line for each bundle.
     _, units, capacity, _, *lines = utilization.splitlines()
@@ -62,11 +77,13 @@ def _scheduled(name: str, utilization: str, listing: str) -> ScheduledKernel:
             # A jump target has a two-letter mark.
             bounds |= {at} if re.match(r"^\s*\w+\s*[A-Z]{2}\s*:", line) else set()
             bounds |= {at + 1} if _BRANCH.search(line) else set()
+
+    def busy(run: list[list[int]]) -> dict[str, float]:
+        return {
+            unit: round(sum(row[i] for row in run) / (int(most) * len(run)), 4)
+            for i, (unit, most) in enumerate(zip(units.split(", "), capacity.split(), strict=True))
+        }
+
     ordered = sorted(bounds)
-    first, end = max(zip(ordered, ordered[1:], strict=False), key=lambda run: run[1] - run[0])
-    run = rows[first:end]
-    busy = {
-        unit: round(sum(row[i] for row in run) / (int(most) * len(run)), 4)
-        for i, (unit, most) in enumerate(zip(units.split(", "), capacity.split(), strict=True))
-    }
-    return ScheduledKernel(name.partition(".")[0], len(rows), end - first, busy)
+    runs = (rows[first:end] for first, end in itertools.pairwise(ordered))
+    return [BranchFreeRun(len(run), busy(run)) for run in runs]

@@ -166,12 +166,12 @@ def _lower_rows(chip: str) -> dict[MatrixRow, _LoweredRow | Outcome]:
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     # The default precision: programs do not depend on this process's setting.
-    with _without_locations(), jax.default_matmul_precision(None):
+    with without_locations(), jax.default_matmul_precision(None):
         return {row: _lower(row, mesh) for row in _rows_of(chip)}
 
 
 @contextlib.contextmanager
-def _without_locations() -> Iterator[None]:
+def without_locations() -> Iterator[None]:
     """Leave source locations out of programs."""
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)

@@ -8,7 +8,7 @@ runs (`tile_schedule.py`), so that masked tiles take no step of the grid.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,24 +106,27 @@ def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _layout(operands: Operands, kernel: str) -> _TileLayout:
+def _layout(operands: Operands, kernel: str, written: Any) -> _TileLayout:
+    """Return the layout of a kernel that writes its results in a dtype."""
     _, T, S, _, _, H, V = sizes = operands.sizes
     dtype = operands.query.dtype
     if target.current().platform != "tpu":
         kernels = _INTERPRETED
     else:
         kernels = _FLOAT32 if dtype == jnp.float32 else _DEFAULT
-    lengths = [pl.cdiv(length, LANES) * LANES for length in (T, S)]
-    chosen = getattr(kernels, kernel)
-    default = FlashTpuBlocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
+    chosen, lanes = getattr(kernels, kernel), (LANES, LANES * tile_schedule.PARTS)  # a part of a bias has whole lanes
+    lengths = [pl.cdiv(length, each) * each for length, each in zip((T, S), lanes, strict=True)]
+    default = chosen._replace(queries=min(chosen.queries, lengths[0]), keys=min(chosen.keys, lengths[1]))
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
     # The measured size may come from a call without a bias, or from narrower heads.
-    blocks = blocks if _held(blocks, operands, kernel) <= launch.TPU_VMEM else default
+    fits = _held(blocks, operands, kernel) <= launch.TPU_VMEM and blocks.keys % lanes[1] == 0
+    blocks = blocks if fits else default
     rows, columns = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
     schedule = tile_schedule.schedule_tiles(operands.start, operands.end, blocks.queries, blocks.keys, columns)
     vmem = _held(blocks, operands, kernel)
-    if kernel == "gradients":  # of all keys of a head: float32 sums, and results that are float32 at most
-        vmem += 8 * columns * blocks.keys * sum(pl.cdiv(width, LANES) * LANES for width in (H, V))
+    if kernel == "gradients":  # of all keys of a head: float32 sums, and results
+        itemsize = 4 + jnp.dtype(written).itemsize
+        vmem += itemsize * columns * blocks.keys * sum(pl.cdiv(width, LANES) * LANES for width in (H, V))
     return _TileLayout(sizes, blocks, rows, columns, schedule, vmem)
 
 
@@ -158,7 +161,7 @@ def unsupported_reason(operands: Operands) -> str | None:
 def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, _, N, _, _, V = operands.sizes
-    layout = _layout(operands, "forward")
+    layout = _layout(operands, "forward", operands.query.dtype)
     blocks = layout.blocks
     if layout.too_long:
         if layout.by_sequence:
@@ -183,14 +186,14 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 largest[...] = jnp.full_like(largest, LOWEST)
                 total[...] = jnp.zeros_like(total)
 
-        def step(masked: bool) -> None:
+        def step(masked: bool, part: Any, parts: int) -> None:
             top, sums, out = largest[...], total[...], acc[...]
-            for keys, products in _ahead(blocks, lambda keys: dot(ref["key"][keys], ref["query"][...], (1, 1))):
-                scores, _ = _scores(settings, ref, masked, products, tile.inner * blocks.keys, keys)
+            for chunk, products in _ahead(_chunks(blocks, tile, part, parts), _products(ref)):
+                scores, _ = _scores(settings, ref, masked, products, chunk)
                 raised = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
                 kept, weights = jnp.exp2(top - raised), jnp.exp2(scores - raised)
                 top, sums = raised, sums * kept + jnp.sum(weights, axis=0, keepdims=True)
-                value = ref["value"][keys]
+                value = ref["value"][chunk.keys]
                 out = out * kept + dot(value, weights.astype(value.dtype), (0, 0))
             largest[...], total[...], acc[...] = top, sums, out
 
@@ -241,7 +244,7 @@ def _gradients(
     The sums of all keys of a head are in VMEM, so that every product of scores serves all three gradients.
     """
     _, T, S, N, K, H, V = operands.sizes
-    layout = _layout(operands, "gradients")
+    layout = _layout(operands, "gradients", dtype)
     blocks, length = layout.blocks, layout.columns * layout.blocks.keys
     rows = (log_sum_exp, delta, d_out) if earlier is None else (log_sum_exp, delta, d_out, earlier)
     if layout.too_long or (layout.vmem > _granted() and layout.columns > 1):
@@ -249,13 +252,13 @@ def _gradients(
 
     def kernel(tile: ScheduledTile, ref: Mapping[str, Any]) -> None:
         total = ref["total"]
-        head, step = pl.program_id(2), pl.program_id(3)
+        head, at_step = pl.program_id(2), pl.program_id(3)
 
         def each_block(of: Callable[[Any], None]) -> None:
             """Call of(slice) on each block of keys, in a loop: all of them would be long code."""
             jax.lax.fori_loop(0, layout.columns, lambda j, _: of(pl.ds(j * blocks.keys, blocks.keys)), None)
 
-        @pl.when((head == 0) & (step == 0))
+        @pl.when((head == 0) & (at_step == 0))
         def _() -> None:
             def clear(keys: Any) -> None:
                 ref["key_total"][keys] = jnp.zeros((blocks.keys, H), jnp.float32)
@@ -267,27 +270,27 @@ def _gradients(
         def _() -> None:
             total[...] = jnp.zeros_like(total)
 
-        def compute(masked: bool) -> None:
+        def step(masked: bool, part: Any, parts: int) -> None:
             d_out, query = ref["d_out"][...], ref["query"][...]
             d_query = total[...]
-            for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
-                scores, slope = _scores(settings, ref, masked, products, tile.inner * blocks.keys, keys)
+            for chunk, (products, d_weights) in _ahead(_chunks(blocks, tile, part, parts), _both_products(ref)):
+                scores, slope = _scores(settings, ref, masked, products, chunk)
                 weights = recomputed(jnp.exp2(scores - ref["log_sum_exp"][...]))
-                at = pl.ds(tile.inner * blocks.keys + keys.start, keys.stop - keys.start)
+                at = pl.ds(chunk.first, chunk.keys.size)
                 ref["value_total"][at] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
                 d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope).astype(query.dtype)
                 ref["key_total"][at] += dot(d_scores, query, (1, 0))
-                d_query += dot(ref["key"][keys], d_scores, (0, 0))
+                d_query += dot(ref["key"][chunk.keys], d_scores, (0, 0))
             total[...] = d_query
 
-        tile.compute(compute)
+        tile.compute(step)
 
         @pl.when(tile.is_last)
         def _() -> None:
             d_query = (total[...] * settings.scale).T
             ref["d_query"][...] = (d_query + ref["earlier"][...] if "earlier" in ref else d_query).astype(dtype)
 
-        @pl.when((head == N // K - 1) & (step == pl.num_programs(3) - 1))
+        @pl.when((head == N // K - 1) & (at_step == pl.num_programs(3) - 1))
         def _() -> None:
             def write(keys: Any) -> None:
                 ref["d_key"][keys] = (ref["key_total"][keys] * settings.scale).astype(dtype)
@@ -349,37 +352,57 @@ def _granted() -> float:
     return max(launch.TPU_VMEM, chip.scratchpad * 3 // 4) if chip.platform == "tpu" else math.inf
 
 
-def _ahead(blocks: FlashTpuBlocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
-    """Yield each chunk of a tile's keys with its `products`; the next chunk's are issued before the caller uses these.
+class _Chunk(NamedTuple):
+    """A chunk of keys: where they are in the tile, and the first of them among all."""
+
+    keys: Any
+    first: Any
+
+
+def _chunks(blocks: FlashTpuBlocks, tile: ScheduledTile, part: Any, parts: int) -> list[_Chunk]:
+    """Return the chunks of a tile's `parts` from a part on."""
+    length = blocks.keys // tile_schedule.PARTS
+    before = part * length if isinstance(part, int) else pl.multiple_of(part * length, length)
+    first, end, size = pl.multiple_of(tile.inner * blocks.keys, blocks.keys) + before, parts * length, blocks.chunk
+    return [_Chunk(pl.ds(before + at, min(size, end - at)), first + at) for at in range(0, end, size)]
+
+
+def _ahead(chunks: Sequence[_Chunk], products: Callable[[_Chunk], Any]) -> Iterator[tuple[_Chunk, Any]]:
+    """Yield each chunk with its `products`; the next chunk's are issued before the caller uses these.
 
     The compiler overlaps the matrix unit with other units only where their instructions are near each other.
     """
-    chunks = [slice(first, min(first + blocks.chunk, blocks.keys)) for first in range(0, blocks.keys, blocks.chunk)]
     coming = products(chunks[0])
     for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
         made, coming = coming, products(following) if following else None
         yield chunk, made
 
 
-def _both_products(ref: Mapping[str, Any]) -> Callable[[slice], tuple[jax.Array, jax.Array]]:
-    """Return a function of some keys: the products of their scores and of their weights' gradients with all queries."""
-    return lambda keys: (
-        dot(ref["key"][keys], ref["query"][...], (1, 1)),
-        dot(ref["value"][keys], ref["d_out"][...], (1, 1)),
-    )
+def _products(ref: Mapping[str, Any]) -> Callable[[_Chunk], jax.Array]:
+    """Return a function of a chunk: the products of its scores."""
+    return lambda chunk: dot(ref["key"][chunk.keys], ref["query"][...], (1, 1))
+
+
+def _both_products(ref: Mapping[str, Any]) -> Callable[[_Chunk], tuple[jax.Array, jax.Array]]:
+    """Return a function of a chunk: the products of its scores and of the gradients of its weights."""
+    scores = _products(ref)
+    return lambda chunk: (scores(chunk), dot(ref["value"][chunk.keys], ref["d_out"][...], (1, 1)))
 
 
 def _scores(
-    settings: FlashSettings, ref: Mapping[str, Any], masked: bool, products: jax.Array, first_key: Any, keys: slice
-) -> tuple:
-    """Return scores [keys, queries] of some keys of a tile, −∞ where masked, and their slope."""
-    bias = ref["bias"][:, keys].astype(jnp.float32).T if "bias" in ref else None
+    settings: FlashSettings, ref: Mapping[str, Any], masked: bool, products: jax.Array, chunk: _Chunk
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return scores [keys, queries] of a chunk, −∞ where masked, and their slope."""
+    bias = ref["bias"][:, chunk.keys].astype(jnp.float32).T if "bias" in ref else None
     values, factor, slope = settings.factored(products, bias)
     scores = values * factor
     if masked:
-        index, first = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0), first_key + keys.start
-        start, end = ref["start"][...] - first, ref["end"][...] - first  # a row, where the index is a tile
-        scores = jnp.where((start <= index) & (index < end), scores, -jnp.inf)
+        start, end = ref["start"][...], ref["end"][...]
+        index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        # One comparison as unsigned numbers, of which keys before the start are the largest: of signed ones less 2³¹.
+        lowest = jnp.iinfo(jnp.int32).min
+        from_start, length = index - (start - chunk.first + lowest), jnp.maximum(end - start, 0) + lowest
+        scores = jnp.where(from_start < length, scores, -jnp.inf)
     return scores, slope
 
 

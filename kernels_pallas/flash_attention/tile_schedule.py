@@ -14,11 +14,15 @@ from jax.experimental import pallas as pl
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.key_range import array_module
 
-# A tile's bits from the lowest: four marks, its block of keys (8 million keys in blocks of 512), its
-# block of queries, of which a list may have MAX_OUTER.
+# The keys of a tile come in parts, of which some may be fully masked, and others fully unmasked.
+PARTS = 2
+_EVERY_PART = (1 << PARTS) - 1
+# A tile's bits from the lowest: two marks, a mark for each part that is computed and for each that is fully unmasked;
+# its block of keys (8 million keys in blocks of 512), and its block of queries, of which a list may have MAX_OUTER.
+_FIRST, _LAST, _COMPUTED, _UNMASKED = 0, 1, 2, 2 + PARTS
+_MARKS = 2 + 2 * PARTS
 _INNER_BITS = 14
-MAX_OUTER = 2 ** (31 - 4 - _INNER_BITS)
-_FIRST, _LAST, _COMPUTED, _UNMASKED = 1, 2, 4, 8
+MAX_OUTER = 2 ** (31 - _MARKS - _INNER_BITS)
 # Tiles that one list may hold: 512 KiB, half of a TPU's scalar memory.
 MAX_TILES = 2**17
 
@@ -34,32 +38,40 @@ class TileSchedule(NamedTuple):
 
 
 class ScheduledTile:
-    """A tile of the list, as a kernel or an index map reads it: block `inner` of keys and `outer` of queries; the tiles
-    of one block of queries are consecutive."""
+    """A tile of the list, as a kernel or an index map reads it: block `inner` of keys and `outer` of queries.
+
+    The tiles of one block of queries are consecutive.
+    """
 
     def __init__(self, tile: Any):
         self._tile = tile
-        self.outer = tile >> (4 + _INNER_BITS)
-        self.inner = (tile >> 4) & ((1 << _INNER_BITS) - 1)
+        self.outer = tile >> (_MARKS + _INNER_BITS)
+        self.inner = (tile >> _MARKS) & ((1 << _INNER_BITS) - 1)
+        # Bits, one for each part.
+        self.computed, self.unmasked = ((tile >> mark) & _EVERY_PART for mark in (_COMPUTED, _UNMASKED))
 
     @property
     def is_first(self) -> Any:
-        """Return whether it is the first of its outer block."""
-        return self._has(_FIRST)
+        """Return whether it is the first of its block of queries."""
+        return (self._tile >> _FIRST) & 1 != 0
 
     @property
     def is_last(self) -> Any:
-        """Return whether it is the last of its outer block."""
-        return self._has(_LAST)
+        """Return whether it is the last of its block of queries."""
+        return (self._tile >> _LAST) & 1 != 0
 
-    def compute(self, step: Callable[[bool], None]) -> None:
-        """Call step(masked), unless all scores are masked."""
-        computed, whole = self._has(_COMPUTED), self._has(_UNMASKED)
-        pl.when(whole)(lambda: step(False))
-        pl.when(computed & ~whole)(lambda: step(True))
+    def compute(self, step: Callable[[bool, Any, int], None]) -> None:
+        """Call step(masked, part, parts) on the parts that are not fully masked: from `part` on so many."""
+        whole = self.unmasked == _EVERY_PART
+        pl.when(whole)(lambda: step(False, 0, PARTS))
 
-    def _has(self, mark: int) -> Any:
-        return (self._tile & mark) != 0
+        @pl.when((self.computed != 0) & ~whole)
+        def _() -> None:
+            @pl.loop(0, PARTS)
+            def _(part: Any) -> None:
+                computed, unmasked = ((bits >> part) & 1 != 0 for bits in (self.computed, self.unmasked))
+                pl.when(unmasked)(lambda: step(False, part, 1))
+                pl.when(computed & ~unmasked)(lambda: step(True, part, 1))
 
 
 def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int) -> TileSchedule:
@@ -69,19 +81,25 @@ def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int) 
     scores has one tile, where its zeros are written. The schedule of numpy arrays [B or 1, T] is known while tracing.
     """
     module = array_module(start, end)
-    first, full, full_end, last = (x[:, :, None] for x in key_ranges(start, end, queries, keys))
-    column = np.arange(columns, dtype=np.int32)[None, None]
-    computed, whole = (first <= column) & (column < last), (full <= column) & (column < full_end)
+    ranges = key_ranges(start, end, queries, keys // PARTS)
+    first, full, full_end, last = (x[:, :, None, None] for x in ranges)
+    part = np.arange(columns * PARTS, dtype=np.int32).reshape(columns, PARTS)[None, None]
+    bits = np.arange(PARTS, dtype=np.int32)[None, None, None]
+    parts, whole = (
+        module.sum(some << bits, axis=3, dtype=np.int32)
+        for some in ((first <= part) & (part < last), (full <= part) & (part < full_end))
+    )
+    computed = parts != 0
     outer, inner = (np.arange(n, dtype=np.int32) for n in computed.shape[1:])
     outer, inner = outer[None, :, None], inner[None, None]
     is_first = inner == module.min(module.where(computed, inner, inner.size), axis=2, keepdims=True) % inner.size
     is_last = inner == module.max(module.where(computed, inner, 0), axis=2, keepdims=True)
     scheduled = computed | (is_first & is_last)
-    marks = is_first * _FIRST + is_last * _LAST + computed * _COMPUTED + whole * _UNMASKED
-    tiles = (outer << (4 + _INNER_BITS)) + (inner << 4) + marks
+    marks = (is_first << _FIRST) + (is_last << _LAST) + (parts << _COMPUTED) + (whole << _UNMASKED)
+    tiles = (outer << (_MARKS + _INNER_BITS)) + (inner << _MARKS) + marks
     # Tiles that are not scheduled sort last, as copies of the last scheduled tile without its marks.
     tiles, scheduled = (x.reshape(x.shape[0], -1) for x in (tiles, scheduled))
-    rest = module.max(module.where(scheduled, tiles, 0), axis=1, keepdims=True) & ~15
+    rest = module.max(module.where(scheduled, tiles, 0), axis=1, keepdims=True) & ~((1 << _MARKS) - 1)
     count = module.sum(scheduled, axis=1, keepdims=True)
     tiles = module.sort(module.where(scheduled, tiles, np.iinfo(np.int32).max), axis=1)
     tiles = module.where(np.arange(tiles.shape[1])[None] < count, tiles, rest).astype(np.int32)

@@ -20,22 +20,24 @@ from kernels_pallas.flash_attention import (
     KeyRange,
     causal,
     intersection,
+    mosaic_tpu,
     packed,
     sliding_window,
     tile_schedule,
 )
 from kernels_pallas.flash_attention.key_range import clipped
-from kernels_pallas.flash_attention.tile_schedule import ScheduledTile
+from kernels_pallas.flash_attention.tile_schedule import PARTS, ScheduledTile
 
 QUERIES, KEYS = 8, 16
+_MARKED = (1 << tile_schedule._MARKS) - 1
 
 
 def _tiles(start, end, columns):
-    """Return the dense mask cut into tiles, [B, rows, columns, queries, keys]."""
+    """Return the dense mask cut into tiles and their parts, [B, rows, columns, parts, queries, keys of a part]."""
     (B, T), S = start.shape, columns * KEYS
     unmasked = (start[..., None] <= np.arange(S)) & (np.arange(S) < end[..., None])
     unmasked = np.pad(unmasked, ((0, 0), (0, -T % QUERIES), (0, 0)))
-    return unmasked.reshape(B, -1, QUERIES, columns, KEYS).transpose(0, 1, 3, 2, 4)
+    return unmasked.reshape(B, -1, QUERIES, columns, PARTS, KEYS // PARTS).transpose(0, 1, 3, 4, 2, 5)
 
 
 def test_an_unmasked_tile_is_visited_once_and_each_block_of_queries_at_least_once():
@@ -54,7 +56,7 @@ def test_an_unmasked_tile_is_visited_once_and_each_block_of_queries_at_least_onc
 
     for b, listed in enumerate(known.tiles):
         at = ScheduledTile(listed)
-        marked = (listed & 15) != 0
+        marked = (listed & _MARKED) != 0
         count = marked.sum()
         place = list(zip(at.outer, at.inner, strict=True))
         assert np.all(marked[:count]) and place[count:] == [place[count - 1]] * (len(place) - count)
@@ -65,13 +67,11 @@ def test_an_unmasked_tile_is_visited_once_and_each_block_of_queries_at_least_onc
         assert list(opens) == [i == 0 or outer[i] != outer[i - 1] for i in range(count)]
         assert list(closes) == [i == count - 1 or outer[i] != outer[i + 1] for i in range(count)]
         computed, unmasked = np.zeros_like(some[b]), np.zeros_like(some[b])
-        for here, tile in zip(place, listed, strict=False):
-            computed[here], unmasked[here] = (
-                bool(tile & mark) for mark in (tile_schedule._COMPUTED, tile_schedule._UNMASKED)
-            )
+        for here, *bits in zip(place, at.computed, at.unmasked, strict=False):
+            computed[here], unmasked[here] = (each >> np.arange(PARTS) & 1 for each in bits)
         # Where queries of one block attend to intervals far apart, the tiles between them are computed as well.
         assert np.all(computed >= some[b]) and np.all(unmasked <= whole[b])
-    assert np.any(known.tiles & tile_schedule._UNMASKED) and np.any(known.tiles[:, -1] & 15 == 0)
+    assert np.any(ScheduledTile(known.tiles).unmasked) and np.any(known.tiles[:, -1] & _MARKED == 0)
 
 
 @pytest.mark.exhaustive
@@ -191,6 +191,27 @@ def test_a_list_that_is_too_long_is_split(constant, bias):
     assert len(flops) == 2 < len(of_halves) and sum(flops) == sum(of_halves)
     # float32 sums in another order, where XLA fuses differently.
     chex.assert_trees_all_close(in_halves, whole, rtol=1e-5, atol=1e-5)
+
+
+@interpreted()
+def test_gradients_of_more_keys_than_vmem_holds_come_from_several_kernels(constant):
+    """Each adds its part of the queries' gradient to that of the kernels before it."""
+    arrays = drawn((1, 50, 2, 16), (1, 200, 1, 16), (1, 200, 1, 16))
+
+    def run():
+        def loss(arrays):
+            return jnp.sum(jnp.sin(flash_attention(*arrays, key_range=see, implementation="mosaic_tpu")))
+
+        see = causal(50, offset=150)
+        gradient = jax.grad(loss)
+        return jax.jit(gradient)(arrays), [kernel["name"] for kernel in launches(jax.make_jaxpr(gradient)(arrays))]
+
+    whole, once = run()
+    constant(mosaic_tpu, "_granted", lambda: 0)
+    in_parts, kernels = run()
+    assert once == ["flash_attention_forward", "flash_attention_gradients"]
+    assert kernels == ["flash_attention_forward", *["flash_attention_gradients"] * 2]
+    chex.assert_trees_all_close(in_parts, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.exhaustive

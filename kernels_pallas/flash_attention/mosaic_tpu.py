@@ -330,18 +330,17 @@ def _gradients_of_halves(
     if layout.by_sequence and layout.too_long:
         calls = halves.of_sequences(settings, operands, *rows)
         parts = [_gradients(*call[:2], dtype, *call[2:]) for call in calls]
-        return tuple(jnp.concatenate(x) for x in zip(*parts, strict=True))
-    if layout.too_many_rows:
+        d_query, d_key, d_value = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+    elif layout.too_many_rows:
         calls = halves.of_queries(settings, operands, pl.cdiv(layout.rows, 2) * layout.blocks.queries, *rows)
-        parts = [_gradients(*call[:2], jnp.float32, *call[2:]) for call in calls]
-        (before, *of_before), (after, *of_after) = parts
-        summed = jnp.concatenate([before, after], 1), *(x + y for x, y in zip(of_before, of_after, strict=True))
+        before, after = (_gradients(*call[:2], jnp.float32, *call[2:]) for call in calls)
+        d_query, d_key, d_value = jnp.concatenate([before[0], after[0]], 1), before[1] + after[1], before[2] + after[2]
     else:
         first, second = halves.of_keys(settings, operands, pl.cdiv(layout.columns, 2) * layout.blocks.keys, *rows)
         earlier, *of_first = _gradients(*first[:2], jnp.float32, *first[2:])
         d_query, *of_second = _gradients(*second[:2], jnp.float32, *second[2:5], earlier)
-        summed = d_query, *(jnp.concatenate(x, 1) for x in zip(of_first, of_second, strict=True))
-    return tuple(x.astype(dtype) for x in summed)
+        d_key, d_value = (jnp.concatenate(x, 1) for x in zip(of_first, of_second, strict=True))
+    return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype)
 
 
 def _granted() -> float:

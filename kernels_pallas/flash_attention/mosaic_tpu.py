@@ -422,7 +422,7 @@ def _call(
     Other arrays and outputs come with their kind: "query", "row" (one number per query), "key" or "keys" (all keys of
     a head, once in VMEM).
     """
-    (B, T, S, N, K, H, V), blocks, rows, columns, (tiles, steps), held = layout
+    (B, T, S, N, K, H, V), blocks, rows, columns, (tiles, steps), vmem = layout
     group = N // K
     listed = tiles.shape[1] if tiles.shape[0] > 1 else 0
     operands = layout.cut(operands)
@@ -485,7 +485,7 @@ def _call(
         [tiles.reshape(-1), *(x for x, _ in inputs.values())],
         [jax.ShapeDtypeStruct(whole[kind](width), dtype) for kind, width, dtype in outputs.values()],
         # The heads of a group add to the gradients of the same keys.
-        params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary" if gradients else "parallel", "arbitrary"), held),
+        params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary" if gradients else "parallel", "arbitrary"), vmem),
         grid=(B, K, group, steps),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec(kind, width) for kind, width, _ in outputs.values()],

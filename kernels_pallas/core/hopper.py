@@ -25,6 +25,8 @@ from kernels_pallas.core.launch import KernelCost, call_warpgroups, differentiat
 # Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
 ROWS = 64
 SWIZZLE = 128
+# Rows of a swizzled tile.
+_TILE_ROWS = 8
 
 # Of a warpgroup.
 THREADS = 128
@@ -57,6 +59,16 @@ class Barriers(NamedTuple):
     @property
     def bytes(self) -> int:
         return 8 * self.count
+
+
+def extent(length: int, block: int) -> int:
+    """Return the length that an array of this length needs along an axis of which blocks are copied whole.
+
+    It is whole tiles and at least a block: beyond an array's end the copy engine reads zeros, and writes nothing. The
+    interpreter needs whole blocks.
+    """
+    tile = block if interpretation.current() is not None else _TILE_ROWS
+    return max(-(-length // tile) * tile, block if length else 0)
 
 
 class Warpgroup:
@@ -341,7 +353,7 @@ class Warpgroup:
 def _held_until(result: jax.Array, operand: jax.Array) -> jax.Array:
     """Return the result; until it is ready the operand's registers hold nothing else.
 
-    LLVM does not know that an asynchronous product still reads them, and would reuse them for the work in between.
+    LLVM does not know that an asynchronous product still reads them, and may reuse them for the work in between.
     """
     return jax.lax.optimization_barrier((result, operand))[0]
 
@@ -461,5 +473,5 @@ def _allocation(buffer: SharedBuffer | Barriers, interpret: bool) -> Any:
     if not buffer.tiled or interpret:
         return plgpu.SMEM(buffer.shape, buffer.dtype)
     columns = SWIZZLE // jnp.dtype(buffer.dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+    transforms = (plgpu.TilingTransform((_TILE_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE))
     return plgpu.SMEM(buffer.shape, buffer.dtype, transforms=transforms)

@@ -108,6 +108,21 @@ _WIDE = (
         },
         dtypes=("bfloat16",),
     ),
+    _case(
+        "wide, more than a block, causal",
+        queries=210,
+        width=64,
+        options={"key_range": causal(210)},
+        dtypes=("bfloat16",),
+    ),
+    _case(
+        "wide, width 256, causal",
+        queries=140,
+        heads=(2, 1),
+        width=256,
+        options={"key_range": causal(140)},
+        dtypes=("bfloat16",),
+    ),
 )
 
 # Keeps the reference within a chip's memory.

@@ -1,8 +1,8 @@
 """Attention on Hopper, compiled by Mosaic GPU: FlashAttention-3 (arXiv:2407.08608, section 3) without float8.
 
 One warpgroup is the producer: by TMA it loads blocks of keys and values into a ring in shared memory, several stages
-ahead. Two are consumers: each holds 64 queries and their accumulators in registers. A ping-pong barrier makes them
-alternate, so that the tensor cores multiply for one while the other exponentiates. The backward pass is in
+ahead. Two or three are consumers: each holds 64 queries and their accumulators in registers. Barriers make them take
+turns, so that the tensor cores multiply for one while the others exponentiate. The backward pass is in
 `mosaic_gpu_backward.py`.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -19,11 +20,11 @@ from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.mosaic_gpu_backward import backward
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.pipeline import (
-    CONSUMERS,
-    QUERIES,
     TILE,
+    TWO_CONSUMERS,
     BlockOrder,
     BlockPipeline,
+    Consumers,
     KeyBlocks,
     References,
     padded,
@@ -50,20 +51,38 @@ def unsupported_reason(operands: Operands) -> str | None:
     return None
 
 
+def _block(operands: Operands) -> tuple[Consumers, int]:
+    """Return the warpgroups that compute, and the most keys whose scores, with the sums of V columns, registers hold.
+
+    Where sums are narrow a third warpgroup shares the keys that are loaded (FlashAttention-3's 192 × 128). Where an
+    interval's start has to be compared as well, CUDA 13.5's assembler would spill.
+    """
+    H, V = operands.sizes[5:]
+    biased = KeyBlocks(operands).biased
+    if max(H, V) == 64 and not biased and _from_first(operands):
+        return Consumers(3), 128
+    # Mosaic GPU multiplies keys in multiples of 64 alone: FlashAttention-3's 176 and 80 are none.
+    return TWO_CONSUMERS, 128 if max(H, V) <= 128 and not biased else 64
+
+
+def _from_first(operands: Operands) -> bool:
+    """Return whether it is known while tracing that all queries attend from the first key on."""
+    return isinstance(operands.start, np.ndarray) and not operands.start.any()
+
+
 def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, K, H, V = operands.sizes
-    dtype, rows = operands.query.dtype, pl.cdiv(T, QUERIES)
+    consumers, keys = _block(operands)
+    queries, of_keys = consumers.rows, KeyBlocks(operands, consumers.rows)
+    dtype, rows, from_first = operands.query.dtype, pl.cdiv(T, queries), _from_first(operands)
     own = {
-        "query_tile": SharedBuffer((CONSUMERS, ROWS, H), dtype, tiled=True),
-        "log_sum_exp_tile": SharedBuffer((CONSUMERS, ROWS), jnp.float32),
+        "query_tile": SharedBuffer((consumers.count, ROWS, H), dtype, tiled=True),
+        "log_sum_exp_tile": SharedBuffer((consumers.count, ROWS), jnp.float32),
     }
     if H != V:  # otherwise the output overwrites the queries, which have been read by then
-        own["out_tile"] = SharedBuffer((CONSUMERS, ROWS, V), dtype, tiled=True)
-    of_keys = KeyBlocks(operands)
-    # The most keys such that registers hold their scores and the sums of all V columns, and shared memory two blocks.
-    keys = 128 if max(H, V) <= 128 and not of_keys.biased else 64
-    pipeline = BlockPipeline.of("forward", operands, keys, of_keys.buffers, own, late=("value",))
+        own["out_tile"] = SharedBuffer((consumers.count, ROWS, V), dtype, tiled=True)
+    pipeline = BlockPipeline.of("forward", operands, keys, of_keys.buffers, own, late=("value",), consumers=consumers)
     keys = pipeline.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -75,7 +94,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             return of_keys.sources(ref, b, n, i, order.block(step), keys)
 
         def compute() -> None:
-            tile, query, ping_pong = i * CONSUMERS + me, ref["query_tile"].at[me], ref["ping_pong"].at[me]
+            tile, query, ping_pong = i * consumers.count + me, ref["query_tile"].at[me], ref["ping_pong"].at[me]
             at = pl.ds(tile * ROWS, ROWS)
             warpgroup.tma_load(ref["query"].at[b, at, n], query, ref["query_ready"].at[me])
             start, end = (warpgroup.load_by_row(ref[name].at[b, tile]) for name in ("start", "end"))
@@ -87,7 +106,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 total = jnp.exp2(sink - largest)
 
             def let_other_multiply() -> None:
-                warpgroup.arrive(ref["ping_pong"].at[lax.rem(me + 1, CONSUMERS)])
+                warpgroup.arrive(ref["ping_pong"].at[lax.rem(me + 1, consumers.count)])
 
             def online_softmax(products: jax.Array, j: jax.Array, sums: tuple, masked: bool) -> tuple:
                 """Return the softmax statistics after a step, the factor of earlier accumulators, and the weights."""
@@ -97,9 +116,9 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 values, factor, _ = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.iota((ROWS, keys), 1)
-                    unmasked = (warpgroup.broadcast_by_row(start, keys) <= index) & (
-                        index < warpgroup.broadcast_by_row(end, keys)
-                    )
+                    unmasked = index < warpgroup.broadcast_by_row(end, keys)
+                    if not from_first:
+                        unmasked &= warpgroup.broadcast_by_row(start, keys) <= index
                     values = jnp.where(unmasked, values, -jnp.inf)
                 raised = jnp.maximum(largest, jnp.max(values, axis=1) * factor)
                 kept = jnp.exp2(largest - raised)
@@ -132,7 +151,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 # Converted now that the product has ended: during it, ptxas 13.0 would serialize all products (C7513).
                 return sums, acc * warpgroup.broadcast_by_row(kept, V), following.astype(dtype)
 
-            pl.when(me == CONSUMERS - 1)(let_other_multiply)  # to the first
+            pl.when(me == consumers.count - 1)(let_other_multiply)  # to the first
             warpgroup.wait(ref["query_ready"].at[me])
             key = await_block(jnp.int32(0), "key")
             warpgroup.wait(ping_pong)
@@ -144,7 +163,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             sums, acc, weights = order.over(step, (sums, acc, weights), begin=1)
             value = await_block(order.steps - 1, "value")
             warpgroup.wait(ping_pong)
-            pl.when(me < CONSUMERS - 1)(let_other_multiply)
+            pl.when(me < consumers.count - 1)(let_other_multiply)
             (acc,) = warpgroup.wgmma_accumulate((acc, weights, value))
             largest, total = sums
 
@@ -157,14 +176,16 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 (log_sum_exp, ref["log_sum_exp_tile"].at[me], ref["log_sum_exp"].at[b, n, at]),
             )
 
-        warp_specialize(warpgroup, lambda: pipeline.producer_loop(warpgroup, ref, order.steps, sources), compute)
+        warp_specialize(
+            warpgroup, consumers, lambda: pipeline.producer_loop(warpgroup, ref, order.steps, sources), compute
+        )
 
     start, end = operands.intervals
     inputs = {
-        "query": padded(operands.query, QUERIES),
-        "start": tiled(start, QUERIES),
-        "end": tiled(end, QUERIES),
-        "ranges": key_ranges(operands.start, operands.end, QUERIES, keys).stacked(B),
+        "query": padded(operands.query, hopper.extent(T, queries)),
+        "start": tiled(start, queries),
+        "end": tiled(end, queries),
+        "ranges": key_ranges(operands.start, operands.end, queries, keys).stacked(B),
     } | of_keys.inputs(keys)
     if operands.sinks is not None:
         inputs["sinks"] = operands.sinks.astype(jnp.float32)
@@ -172,12 +193,14 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         kernel,
         inputs,
         {
-            "out": jax.ShapeDtypeStruct((B, rows * QUERIES, N, V), dtype),
-            "log_sum_exp": jax.ShapeDtypeStruct((B, N, rows * QUERIES), jnp.float32),
+            "out": jax.ShapeDtypeStruct((B, hopper.extent(T, queries), N, V), dtype),
+            "log_sum_exp": jax.ShapeDtypeStruct((B, N, rows * queries), jnp.float32),
         },
         grid={"head": N, "block": rows, "batch": B},
-        warpgroups=CONSUMERS + 1,
-        shared=own | pipeline.shared() | {"query_ready": Barriers(CONSUMERS), "ping_pong": Barriers(CONSUMERS)},
+        warpgroups=consumers.warpgroups,
+        shared=own
+        | pipeline.shared()
+        | {"query_ready": Barriers(consumers.count), "ping_pong": Barriers(consumers.count)},
         cost=operands.forward_cost(settings.unmasked_scores),
         name="flash_attention_forward",
     )

@@ -25,8 +25,8 @@ from kernels_pallas.flash_attention import triton
 from kernels_pallas.flash_attention.blocks import BlockRanges, add_order, key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.pipeline import (
-    CONSUMERS,
     TILE,
+    TWO_CONSUMERS,
     BlockPipeline,
     KeyBlocks,
     PipelineBlocks,
@@ -40,7 +40,7 @@ from kernels_pallas.flash_attention.pipeline import (
 )
 from kernels_pallas.flash_attention.tiles import FlashSettings, recomputed, score_gradient, tanh_by_exp2
 
-_KEYS = CONSUMERS * ROWS
+_KEYS = TWO_CONSUMERS.rows
 # By the width of keys: the widest values whose gradients fit in registers, and queries per step.
 _WIDEST_VALUES, _QUERIES = {64: 64, 128: 128}, {64: 128, 128: 64}
 
@@ -58,7 +58,7 @@ def _own(operands: Operands) -> dict[str, SharedBuffer | Barriers]:
         "key_tile": SharedBuffer((_KEYS, H), dtype, tiled=True),
         "value_tile": SharedBuffer((_KEYS, V), dtype, tiled=True),
         "d_scores_tile": SharedBuffer((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of the one before
-        "d_query_tile": SharedBuffer((CONSUMERS, ROWS, TILE), jnp.float32, tiled=True),
+        "d_query_tile": SharedBuffer((TWO_CONSUMERS.count, ROWS, TILE), jnp.float32, tiled=True),
     }
 
 
@@ -133,7 +133,7 @@ def backward(
             d_query = ref["d_query"].at[b, pl.ds(i * queries, queries), n]
             warpgroup.wait(ref["d_query_ready"].at[0])
             warpgroup.tma_add_in_order(
-                [(ref["d_query_tile"].at[w], d_query.at[half(w)]) for w in range(CONSUMERS)],
+                [(ref["d_query_tile"].at[w], d_query.at[half(w)]) for w in range(TWO_CONSUMERS.count)],
                 ref["counters"].at[b, n, i],
                 ref["add_order"][b if ref["add_order"].shape[0] > 1 else 0, column, i],
                 lambda: warpgroup.arrive(ref["d_query_free"].at[0]),
@@ -141,7 +141,7 @@ def backward(
             )
 
         def compute() -> None:
-            first, mine = (column * CONSUMERS + me) * ROWS, pl.ds(me * ROWS, ROWS)
+            first, mine = (column * TWO_CONSUMERS.count + me) * ROWS, pl.ds(me * ROWS, ROWS)
             key, value, ready = ref["key_tile"].at[mine], ref["value_tile"].at[mine], ref["own_ready"].at[0]
             warpgroup.tma_load(ref["key"].at[b, pl.ds(first, ROWS), k], key, ready)
             warpgroup.tma_load(ref["value"].at[b, pl.ds(first, ROWS), k], value, ready)
@@ -236,6 +236,7 @@ def backward(
 
         warp_specialize(
             warpgroup,
+            TWO_CONSUMERS,
             lambda: pipeline.producer_loop(warpgroup, ref, steps, sources, (biases,), add_query_gradient),
             compute,
         )
@@ -264,13 +265,13 @@ def backward(
             "d_value": operands.of_shares(value, shares),
         },
         grid={"head": K * shares, "block": columns, "batch": B},
-        warpgroups=CONSUMERS + 1,
+        warpgroups=TWO_CONSUMERS.warpgroups,
         shared=own
         | pipeline.shared()
         | {
-            "own_ready": Barriers(1, arrivals=2 * CONSUMERS),
-            "d_scores_ready": Barriers(1, arrivals=CONSUMERS),
-            "d_query_ready": Barriers(1, arrivals=CONSUMERS),
+            "own_ready": Barriers(1, arrivals=2 * TWO_CONSUMERS.count),
+            "d_scores_ready": Barriers(1, arrivals=TWO_CONSUMERS.count),
+            "d_query_ready": Barriers(1, arrivals=TWO_CONSUMERS.count),
             "d_query_free": Barriers(1),
         },
         counters={"counters": (B, N, rows)},

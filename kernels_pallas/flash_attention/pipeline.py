@@ -1,4 +1,4 @@
-"""The ring of blocks in shared memory through which a producer warpgroup of the Hopper kernels feeds two consumers."""
+"""The ring of blocks in shared memory through which a producer warpgroup of the Hopper kernels feeds its consumers."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,22 +9,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import tuning
+from kernels_pallas.core import hopper, tuning
 from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.operands import Operands
 
-# A block has two consumer warpgroups, which compute, and one producer warpgroup, which loads. They divide the 504
-# registers per thread that the three may have together: a tile of 64 × 128 numbers takes 64.
-CONSUMERS = 2
-QUERIES = CONSUMERS * ROWS
 # Two-byte numbers in a row of a tile in shared memory: head dims are multiples.
 TILE = 64
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
+# Registers per thread of a consumer and of the producer, by the number of consumers: they divide the 65,536 of an SM. A
+# tile of 64 × 128 numbers takes 64.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 # Bytes of shared memory that a block may have, less those for barriers and the compiler.
 SHARED_MEMORY = 232_448 - 6144
 _MOST_STAGES = 4
 
 References = Mapping[str, Any]
+
+
+class Consumers(NamedTuple):
+    """The warpgroups of a block that compute, each on ROWS queries or keys; one more loads."""
+
+    count: int
+
+    @property
+    def rows(self) -> int:
+        """Return the queries or keys of a block."""
+        return self.count * ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """Return the warpgroups of a block, with the one that loads."""
+        return self.count + 1
+
+
+TWO_CONSUMERS = Consumers(2)
 
 
 class BlockOrder(NamedTuple):
@@ -81,12 +98,14 @@ class BlockPipeline(NamedTuple):
       together: whether one barrier serves all blocks of a step; otherwise each has its own.
       late: the buffers whose blocks consumers need after the other blocks of the next step. They are loaded in that
         order.
+      consumers: those that release the slots.
     """
 
     blocks: PipelineBlocks
     buffers: Mapping[str, SharedBuffer]
     together: bool = False
     late: tuple[str, ...] = ()
+    consumers: Consumers = TWO_CONSUMERS
 
     @classmethod
     def of(
@@ -98,6 +117,7 @@ class BlockPipeline(NamedTuple):
         own: Mapping[str, SharedBuffer],
         together: bool = False,
         late: tuple[str, ...] = (),
+        consumers: Consumers = TWO_CONSUMERS,
     ) -> "BlockPipeline":
         """Return the pipeline of a kernel that also has arrays of its `own` in shared memory.
 
@@ -111,7 +131,7 @@ class BlockPipeline(NamedTuple):
         blocks = blocks._replace(rows=min(blocks.rows, rows))
         blocks = blocks._replace(stages=min(blocks.stages, stages_that_fit(own, buffers(blocks.rows))))
         chosen = blocks if blocks.stages else default
-        return cls(chosen, buffers(chosen.rows), together, late)
+        return cls(chosen, buffers(chosen.rows), together, late, consumers)
 
     @property
     def stages(self) -> int:
@@ -124,7 +144,7 @@ class BlockPipeline(NamedTuple):
         }
         for group, members in self._groups.items():
             allocations[f"{group}_ready"] = Barriers(self.stages, arrivals=len(members))
-            allocations[f"{group}_free"] = Barriers(self.stages, arrivals=CONSUMERS)
+            allocations[f"{group}_free"] = Barriers(self.stages, arrivals=self.consumers.count)
         return allocations
 
     @property
@@ -211,6 +231,7 @@ class KeyBlocks(NamedTuple):
     """The blocks of keys that a block of queries loops over, with their values and the bias of both."""
 
     operands: Operands
+    queries: int = TWO_CONSUMERS.rows
 
     def buffers(self, keys: int) -> dict[str, SharedBuffer]:
         """Return the buffers of a pipeline."""
@@ -218,7 +239,7 @@ class KeyBlocks(NamedTuple):
         dtype, bias = self.operands.query.dtype, self.operands.bias
         buffers = {"key": SharedBuffer((keys, H), dtype, tiled=True)}
         if bias is not None:
-            shape = (QUERIES, keys) if self.biased else (keys,)
+            shape = (self.queries, keys) if self.biased else (keys,)
             buffers["bias"] = SharedBuffer(shape, bias.dtype, tiled=self.biased)
         return buffers | {"value": SharedBuffer((keys, V), dtype, tiled=True)}
 
@@ -230,9 +251,12 @@ class KeyBlocks(NamedTuple):
     def inputs(self, keys: int) -> dict[str, jax.Array]:
         """Return the arrays of a kernel."""
         operands = self.operands
-        inputs = {"key": padded(operands.key, keys), "value": padded(operands.value, keys)}
+        inputs = {
+            name: padded(x, hopper.extent(x.shape[1], keys))
+            for name, x in (("key", operands.key), ("value", operands.value))
+        }
         if operands.bias is not None:
-            inputs["bias"] = bias_of(operands, QUERIES, keys)
+            inputs["bias"] = bias_of(operands, self.queries, keys)
         return inputs
 
     def sources(self, ref: References, b: jax.Array, n: jax.Array, i: jax.Array, block: jax.Array, keys: int) -> dict:
@@ -241,7 +265,7 @@ class KeyBlocks(NamedTuple):
         at, k = pl.ds(block * keys, keys), lax.div(n, N // K)
         sources = {"key": ref["key"].at[b, at, k]}
         if self.operands.bias is not None:
-            sources["bias"] = of_bias(ref, b, n).at[pl.ds(i * QUERIES, QUERIES) if self.biased else 0, at]
+            sources["bias"] = of_bias(ref, b, n).at[pl.ds(i * self.queries, self.queries) if self.biased else 0, at]
         return sources | {"value": ref["value"].at[b, at, k]}
 
     def bias(
@@ -282,17 +306,20 @@ def of_bias(ref: References, b: jax.Array, n: jax.Array) -> Any:
     return ref["bias"].at[b if many_b else 0, n if many_n else 0]
 
 
-def warp_specialize(warpgroup: Warpgroup, produce: Callable[[], None], consume: Callable[[], None]) -> None:
-    """Run `produce` on the producer warpgroup and `consume` on the others, each with its share of the registers."""
+def warp_specialize(
+    warpgroup: Warpgroup, consumers: Consumers, produce: Callable[[], None], consume: Callable[[], None]
+) -> None:
+    """Run `produce` on the last warpgroup and `consume` on the others, each with its share of the registers."""
+    of_consumer, of_producer = _REGISTERS[consumers.count]
 
-    @pl.when(warpgroup.index() == CONSUMERS)
+    @pl.when(warpgroup.index() == consumers.count)
     def _() -> None:
-        warpgroup.setmaxnreg(_PRODUCER_REGISTERS, more=False)
+        warpgroup.setmaxnreg(of_producer, more=False)
         produce()
 
-    @pl.when(warpgroup.index() < CONSUMERS)
+    @pl.when(warpgroup.index() < consumers.count)
     def _() -> None:
-        warpgroup.setmaxnreg(_CONSUMER_REGISTERS, more=True)
+        warpgroup.setmaxnreg(of_consumer, more=True)
         consume()
 
 

@@ -309,7 +309,7 @@ def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
             pytest.param(widths, calls, id=f"{widths[0]}, {widths[1]}")
             for widths, calls in (
                 *(((64, 64), 2), ((128, 64), 2), ((128, 128), 2)),
-                *(((64, 128), 1), ((192, 128), 1), ((256, 256), 1)),
+                *(((64, 128), 1), ((192, 128), 1), ((256, 256), 2)),
             )
         ],
         ["128, 128", "192, 128"],

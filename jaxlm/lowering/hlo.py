@@ -30,7 +30,7 @@ _ANNOTATIONS = re.compile(
 )
 # Scopes that JAX's own machinery adds to operation names.
 _SCOPES = re.compile(
-    r"^(?:jit\([^)]*\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|pallas_call|eval_jaxpr)$"
+    r"^(?:jit\([^)]*\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|pallas_call|mpmd_map|eval_jaxpr)$"
 )
 _TRANSFORMATIONS = re.compile(r"^(?:transpose\(|jvp\()+")
 # Library packages: their callers' lines say more than their own.

@@ -4,14 +4,17 @@ import functools
 from collections.abc import Callable
 
 import jax
+from flax import nnx
 
 from jaxlm.models import kernels
 from jaxlm.models.doors.cost import CountedFunction, DoorCost, InPlace, Local, Loop, Saved, launched, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.elementwise import in_place
+from jaxlm.models.doors.linear import BIAS, broadcast_bias
 from jaxlm.models.logical_axes import HIDDEN
-from kernels_pallas import gated_activation
-from kernels_pallas.core import slopes
+from kernels_pallas import bias_activation, gated_activation
+from kernels_pallas.bias_activation import costs as bias_activation_costs
+from kernels_pallas.core import slopes, target
 from kernels_pallas.gated_activation import costs
 
 
@@ -23,18 +26,35 @@ def _function(name: str, gated: bool) -> Callable[..., jax.Array]:
     return functools.partial(slopes.activation, name)
 
 
+def _signature(name: str, x: jax.Array, bias: nnx.Param | None = None) -> Signature:
+    vectors = [] if bias is None else [(bias[...], HIDDEN[-1:])]
+    return Signature([(x, HIDDEN), *vectors], [(x, HIDDEN)], {"name": name})
+
+
 def _declare(local: Local) -> DoorCost:
     """Return the cost of an activation, with the FLOPs of the bias in front of it."""
-    (x,) = local.operands
-    counted = CountedFunction(_function(local.options["name"], gated=False), ((1,),), x.numbers)
-    passes = (loop((Loop(1, 0, 2), Loop(1, 0, 4)), x, "activation", counted=counted),)
-    return DoorCost(passes=passes, saved=Saved((0,)), in_place=in_place(local))
+    (x, *bias), name = local.operands, local.options["name"]
+    if bias and local.kernels and local.platform != "tpu":
+        kernel = bias_activation_costs(x.abstract, bias[0].abstract, activation=name)
+        return DoorCost(passes=(launched(kernel, "activation"),), saved=Saved((0,)))
+    counted = CountedFunction(_function(name, gated=False), ((1,),), x.numbers)
+    passes = [loop(BIAS, x, "bias") for _ in bias]
+    passes.append(loop((Loop(1, 0, 2), Loop(1, 0, 4)), x, "activation", counted=counted))
+    return DoorCost(passes=tuple(passes), saved=Saved((0,)), in_place=in_place(local))
 
 
-@door(lambda name, x: Signature([(x, HIDDEN)], [(x, HIDDEN)], {"name": name}), _declare)
-def activation(name: str, x: jax.Array) -> jax.Array:
-    """Return an activation of each number of x (`kernels_pallas.core.activations`), in its dtype."""
-    return slopes.activation(name, x)
+@door(_signature, _declare)
+def activation(name: str, x: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
+    """Return an activation of each number of x (+ bias [F]) (`kernels_pallas.core.activations`), in its dtype.
+
+    On a GPU a kernel adds the bias: the backward pass reads x, which a product has written already. Elsewhere it reads
+    the slope, which XLA for TPUs writes within the product, and a CPU reads faster than it computes it again.
+    """
+    if bias is None:
+        return slopes.activation(name, x)
+    if kernels.implementation() != "xla" and target.platform() != "tpu":
+        return kernels.run(bias_activation, (x, HIDDEN), (bias[...], HIDDEN[-1:]), activation=name)
+    return slopes.activation(name, x + broadcast_bias(bias[...], x))
 
 
 def _gated(name: str, gate_BTF: jax.Array, up_BTF: jax.Array) -> Signature:

@@ -94,7 +94,7 @@ def _signature(
     return Signature(operands, [(y, axes)], {"num_query_heads": num_query_heads, "inputs": inputs}, of=matrix)
 
 
-_BIAS = Loop(0, 0, 2), Loop(0, 0, 2)  # its FLOPs are in those of what it is fused into
+BIAS = Loop(0, 0, 2), Loop(0, 0, 2)  # its FLOPs are in those of what it is fused into
 
 
 def _declare(local: Local) -> DoorCost:
@@ -105,7 +105,7 @@ def _declare(local: Local) -> DoorCost:
     moved = x.itemsize * rows * k + matrix.itemsize * k * n + y.itemsize * rows * n
     return DoorCost(
         products=(DoorProduct(Product(1, rows, k, n), moved, weight=1),),
-        passes=tuple(loop(_BIAS, y, "bias", rows * n) for _ in bias),
+        passes=tuple(loop(BIAS, y, "bias", rows * n) for _ in bias),
         saved=Saved((0,) if matrix.is_trained else ()),
         contracted=(1, range(inputs)),
     )
@@ -140,10 +140,10 @@ def _product(
     else:
         y = jnp.matmul(x.reshape(-1, inputs), weights.reshape(inputs, -1))
         y = y.reshape(*sizes, *weights.shape[contracted:])
-    return y if bias is None else y + _broadcast_bias(repeat_heads(bias, 0, copies), y)
+    return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)
 
 
-def _broadcast_bias(bias: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_bias(bias: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcast a bias [*outputs] to the shape and dtype of an array [..., *outputs].
 
     It goes through float32, in which its gradient is then accumulated: XLA for GPUs and CPUs would round each sum of

@@ -27,8 +27,8 @@ class DenseFeedForward(Module):
     def __call__(self, x_BTD: jax.Array, rows: RowContext) -> tuple[jax.Array, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both."""
         if self.gate is None:
-            (up_BTF,) = linear(x_BTD, self.up, biases=(self.up_bias,), names=("up",))
-            hidden_BTF = activation(self.activation, up_BTF)
+            (up_BTF,) = linear(x_BTD, self.up, names=("up",))
+            hidden_BTF = activation(self.activation, up_BTF, self.up_bias)
         else:
             biases, names = (self.up_bias, self.gate_bias), ("up", "gate")
             up_BTF, gate_BTF = linear(x_BTD, self.up, self.gate, biases=biases, names=names)

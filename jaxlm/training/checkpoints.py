@@ -186,16 +186,16 @@ def _arrays_in(folder: Path) -> int:
 
 
 def bytes_of(state: TrainState) -> int:
-    """Return the bytes of all arrays of a state, which may be abstract."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    """Return the bytes of a checkpoint of a state, which may be abstract."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_items(state)))
 
 
 def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
     """Return the training state of a step, laid out as `like`: `jax.ShapeDtypeStruct`s with shardings on any mesh. It
-    has no base."""
+    has neither base nor working copy."""
     restored = _restore(directory, step, as_stored=False, **_items(like))
     rest = restored.pop("rest")
-    return TrainState(**rest, **{"average": None, "base": {}, **restored})
+    return TrainState(**rest, **{"average": None, "base": {}, "working": None, **restored})
 
 
 def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False, as_stored: bool = False) -> Tree:
@@ -215,9 +215,10 @@ def save_parameters(directory: Path, parameters: Tree) -> None:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """Return the trees that are written separately, so that each can be read alone, and the `rest`: not the base."""
+    """Return the trees that are written separately, so that each can be read alone, and the `rest`: neither base nor
+    working copy."""
     parts = state._asdict()
-    del parts["base"]
+    del parts["base"], parts["working"]
     items = {name: parts.pop(name) for name in ("parameters", "average")}
     return {name: tree for name, tree in items.items() if tree is not None} | {"rest": parts}
 

@@ -103,7 +103,7 @@ class Trainer:
         self._step = TrainStep.of(settings, one_document)
         self._programs = self._step.jitted(mesh)
 
-        self._shapes = jax.eval_shape(self._step.init)._replace(base={})
+        self._shapes = jax.eval_shape(self._step.init)._replace(base={}, working=None)
         self._state_bytes = bytes_of(self._shapes)
         self._consensus = StopConsensus(mesh)
         self._throughput = ThroughputMeter(self._clock)
@@ -145,10 +145,12 @@ class Trainer:
             return initial
         self._display.say(f"resuming from step {newest}")
         self._find_references(None)
-        like = placed(self._shapes, self._step.shardings(self._mesh)._replace(base={}))
+        like = placed(self._shapes, self._step.shardings(self._mesh)._replace(base={}, working=None))
         with self._clock.phase("restoring"):
             restored = checkpoints.restore_state(self._paths.checkpoints, newest, like)
-            return restored if self._settings.lora is None else restored._replace(base=self._weights())
+            if self._settings.lora is not None:
+                restored = restored._replace(base=self._weights())
+            return self._programs.resume(restored)
 
     def _find_references(self, initial: TrainState | None) -> None:
         """Read the first model's log-probabilities of the preferences, or compute and keep them."""

@@ -50,6 +50,9 @@ class TrainState(NamedTuple):
 
     step: jax.Array  # batches consumed, int32
     parameters: Tree  # those that train, float32
+    # The parameters in the dtype of the computation, which the update rounds in its own pass; None where that dtype is
+    # float32. No checkpoint holds it.
+    working: Tree | None
     optimizer: optax.OptState
     skipped: jax.Array  # steps whose update was not finite, int32
     skipped_in_a_row: jax.Array
@@ -106,6 +109,10 @@ class TrainStep:
             return self._first_state(weights, {})
         return self._first_state(self._initial_weights()[0], weights)
 
+    def resume(self, state: TrainState) -> TrainState:
+        """Return a state that was restored from a checkpoint, with its working copy."""
+        return state._replace(working=self._working(state.parameters))
+
     def loss_sums(
         self,
         parameters: Tree,
@@ -136,11 +143,11 @@ class TrainStep:
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
         targets = jnp.sum(batch["segments"] > 0)
         scale = 1.0 / jnp.maximum(self.objective.count(batch), 1).astype(jnp.float32)
-        weights = cast(state.parameters, self._dtype), state.base
+        weights = self._weights(state), state.base
 
         if self.training.microbatches == 1:
             terms, grads = self._microbatch_gradients(weights, batch, scale, key, 0)
-            return terms, cast(grads, jnp.float32), targets
+            return terms, cast(self._stacked(grads), jnp.float32), targets
 
         def accumulate(weights: tuple[Tree, Tree], batch: Batch, part: jax.Array | int) -> tuple[Auxiliary, Tree]:
             return self._accumulated_gradients(weights, batch, scale, key, part)
@@ -173,6 +180,7 @@ class TrainStep:
             next_state = TrainState(
                 step=state.step + 1,
                 parameters=parameters,
+                working=self._working(parameters),
                 optimizer=moments,
                 skipped=state.skipped + skipped,
                 skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
@@ -217,7 +225,7 @@ class TrainStep:
         """
         with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
             _, grads, targets = self.gradients(state, batch)
-            module = nnx.merge(self._graph, model_tree.joined(cast(state.parameters, self._dtype), state.base))
+            module = nnx.merge(self._graph, model_tree.joined(self._weights(state), state.base))
             squares_ML = jax.lax.map(
                 lambda part: norms_of.squares(module, part, self.execution), self._in_microbatches(batch)
             )
@@ -232,6 +240,7 @@ class TrainStep:
         return TrainState(
             step=whole,
             parameters=like_parameters,
+            working=like_parameters if self._has_working_copy else None,
             optimizer=state_shardings(self._transform, self._tree, mesh),
             skipped=whole,
             skipped_in_a_row=whole,
@@ -240,12 +249,13 @@ class TrainStep:
         )
 
     def jitted(self, mesh: Mesh) -> "TrainPrograms":
-        """Return the functions jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `begin` and
-        `train` consume their first argument: its buffers are donated."""
+        """Return the functions jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `begin`,
+        `resume` and `train` consume their first argument: its buffers are donated."""
         state, whole = self.shardings(mesh), replicated(mesh)
         return TrainPrograms(
             init=jax.jit(self.init, out_shardings=state),
             begin=jax.jit(self.begin, donate_argnums=0, out_shardings=state),
+            resume=jax.jit(self.resume, donate_argnums=0, out_shardings=state),
             train=jax.jit(self.train, donate_argnums=0, out_shardings=(state, whole)),
             evaluate=jax.jit(self.evaluate, out_shardings=whole),
             preference_logprobs=jax.jit(self.preference_logprobs, out_shardings=whole),
@@ -300,7 +310,29 @@ class TrainStep:
     def _first_state(self, parameters: Tree, base: Tree) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         average = None if self.training.ema_decay is None else parameters
-        return TrainState(zero, parameters, self._transform.init(parameters), zero, zero, average, base)
+        moments = self._transform.init(parameters)
+        return TrainState(zero, parameters, self._working(parameters), moments, zero, zero, average, base)
+
+    def _stacked(self, gradients: Tree) -> Tree:
+        """Return the gradients, those of all layers together in one array each.
+
+        Where layers are written out each has its own gradient, and XLA would join them again in each of the fusions of
+        the update: one for every array of the optimizer's state.
+        """
+        by_layer = model_tree.read(self._tree, lambda leaf: "layers" in leaf.axes)
+        return jax.tree.map(lambda g, of_layers: jax.lax.optimization_barrier(g) if of_layers else g, gradients, by_layer)
+
+    @property
+    def _has_working_copy(self) -> bool:
+        return self._dtype != jnp.float32
+
+    def _working(self, parameters: Tree) -> Tree | None:
+        return cast(parameters, self._dtype) if self._has_working_copy else None
+
+    @staticmethod
+    def _weights(state: TrainState) -> Tree:
+        """Return the parameters of a state in the dtype of the computation."""
+        return state.parameters if state.working is None else state.working
 
     def _microbatch_gradients(
         self, weights: tuple[Tree, Tree], batch: Batch, scale: jax.Array, key: jax.Array, index: jax.Array | int
@@ -354,6 +386,7 @@ class TrainPrograms(NamedTuple):
 
     init: Callable[[], TrainState]
     begin: Callable[[Tree], TrainState]
+    resume: Callable[[TrainState], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
     preference_logprobs: Callable[[Tree, Batch], jax.Array]

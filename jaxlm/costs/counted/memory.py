@@ -56,11 +56,11 @@ def memory(work: Workload) -> Memory:
 
 def trained(work: Workload) -> Memory:
     """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
-    parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
+    parameters that are not frozen."""
     num_gradients, total = sum(_gradients(work).values()), _trainable(work)
     declared, shares = work.parameters, copied(work.model, work.lora)
     sliced = int(sum(work.stored(declared[path].axes, declared[path].shape) * n for path, n in shares.items()))
-    working = (total * (work.dtype != "float32") + sliced) * work.itemsize
+    working = _working(work) + sliced * work.itemsize
     state = operations.optimizer_bytes(work) + (4 * total if work.average else 0)
     parameters = 4 * total + _base(work) + working
     return Memory(parameters, num_gradients * work.itemsize + _sums(work, num_gradients), state, 0, 0, 0)
@@ -69,6 +69,11 @@ def trained(work: Workload) -> Memory:
 def _trainable(work: Workload) -> int:
     """Return the number of elements on one device of the parameters that have a float32 copy."""
     return sum(work.stored(d.axes, d.shape) for d in work.trainable.values())
+
+
+def _working(work: Workload) -> int:
+    """Return the bytes of the copy of the parameters in the dtype of the computation."""
+    return _trainable(work) * work.itemsize * (work.dtype != "float32")
 
 
 def _base(work: Workload) -> int:
@@ -120,7 +125,8 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         last = [use for use in _last(device, uses) if recording.parameter(use) in gradients]
         gradient_bytes = sums + tables + itemsize * of_layers + _gathered(device, last)
         yield Memory(resident.parameters + gathered, gradient_bytes, state, saved + backward.bytes, waiting, 0)
-    yield Memory(4 * _trainable(work) + _base(work), sums or itemsize * total, state, 0, 0, 0)
+    weights = 4 * _trainable(work) + _working(work) + _base(work)
+    yield Memory(weights, sums or itemsize * total, state, 0, 0, 0)
 
 
 def _loss(device: DeviceStep) -> tuple[RecordedOp, LossWorkspace]:

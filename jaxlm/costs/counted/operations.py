@@ -246,15 +246,20 @@ _OPTIMIZER_FLOPS = 28
 
 @functools.lru_cache(maxsize=256)
 def _optimizer(work: Workload) -> tuple[Operation, ...]:
-    """Return the optimizer's operations: reads of gradients, parameters and state, writes of parameters and state, and
-    products. Frozen parameters of a group have optimizer state too."""
+    """Return the optimizer's operations: reads of gradients by their norm and by the update, reads of parameters and
+    state, writes of both and of the parameters' working copy, and products. Frozen parameters of a group have optimizer
+    state too."""
     return tuple(_optimizer_operations(work))
 
 
 def _optimizer_operations(work: Workload) -> Iterator[Operation]:
     stored = {path: work.stored(d.axes, d.shape) for path, d in work.trainable.items()}
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
-    moved = 4 * (3 * trained + (2 * sum(stored.values()) if work.average else 0)) + 2 * optimizer_bytes(work)
+    gradient = work.itemsize if work.microbatches == 1 else 4
+    working = work.itemsize if work.dtype != "float32" else 0
+    moved = trained * (2 * gradient + 2 * 4 + working) + 2 * optimizer_bytes(work)
+    if work.average:
+        moved += 2 * 4 * sum(stored.values())
     yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, trained * _OPTIMIZER_FLOPS)
     for path, declared in updates(work).items():
         for times, *sizes in declared.products:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache_memory import CacheSize, most_pages
 from jaxlm.inference.programs import EnginePrograms
@@ -29,9 +30,13 @@ class StepPrograms(NamedTuple):
 def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepPrograms:
     """Return the step of `jaxlm train`, with its donation and shardings, or the programs of the engine's largest step
     of the workload (`Workload.largest_step`), whose cache has the pages that the workload's sequences need.
+
+    Raises InputError for compiler options that XLA refuses, or of a step that does not train.
     """
     if kind == "train":
         return StepPrograms(_train(experiment, mesh), None)
+    if experiment.execution.compiler_options:
+        raise InputError("execution.compiler_options are of the programs of training; leave them out for the engine's")
     work = Workload.of(experiment, Layout(mesh.shape), kind).largest_step()
     settings = EngineSettings(slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens)
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from jaxlm.core.schema import Section
+from jaxlm.core.schema import InWords, Section
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -43,9 +43,19 @@ class ExecutionConfig(Section):
     """Compile equal layers of a training step once, in a loop, or write all layers out. "auto" writes them out on a GPU
     unless `remat` is "full", up to 48 layers, where the counted memory fits; on a CPU up to 12 layers that keep
     everything; on a TPU it is a loop."""
+    compiler_options: Annotated[dict[str, bool | int | float | str], InWords(type="table", default="none")] = Field(
+        default_factory=dict
+    )
+    """Options of XLA's compiler for the programs of training, by their names in XLA_FLAGS without dashes, such as
+    `xla_gpu_dot_merger_threshold_mb = 512`. They come beside those of jaxlm for the platform, and replace these."""
 
     @property
     def in_loop(self) -> bool:
         """True if equal layers run in a loop: also where "auto" is not resolved (`jaxlm.costs.layer_loops`), as in a
         recording and in inference, which does not read the key."""
         return self.scan_layers is not False
+
+    def __hash__(self) -> int:
+        """Return the hash of all values; pydantic's own refuses tables."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return hash(tuple(frozenset(x.items()) if isinstance(x, dict) else x for x in values.values()))

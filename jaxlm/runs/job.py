@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlm import config
 from jaxlm.config import Experiment
@@ -306,7 +306,7 @@ class Job:
             run.open(self._experiment, dataset, self._continue_with_changes, self._origin, self._sidecar_files)
         if processes.is_first():
             self._uploading.enter_context(copies.kept_up(paths.directory, written_apart, self._display.say))
-            here = environment(list(mesh.devices.flat))
+            here = environment(list(mesh.devices.flat)) | {"compiler_options": self._compiler_options(mesh)}
             JsonLines(paths.attempts).append({**here, "layers": counted.layers.row()})
         try:
             result = trainer.train()
@@ -319,6 +319,11 @@ class Job:
             raise RunFailed(
                 f"{paths} was moved or removed; put it back, and the run goes on from its newest checkpoint"
             ) from error
+
+    def _compiler_options(self, mesh: "Mesh") -> dict[str, Any]:
+        from jaxlm.parallel import compiler_options
+
+        return compiler_options.on_mesh(mesh, self._experiment.execution.compiler_options)
 
     def _weights(self, mesh: "Mesh") -> "Tree | None":
         """Return the weights that the run begins with, or that its adapters adapt; None for those of its seed."""

@@ -10,7 +10,7 @@ from jaxlm.training.config import RunConfig
 # that is yet to be added, makes another run.
 _FREE = (
     *("import", "evaluation.*", "checkpoint.*", "records.*", "mesh.*", "inference.*"),
-    *("execution.remat", "execution.scan_layers", "execution.kernels", "execution.deterministic"),
+    *(f"execution.{name}" for name in ("remat", "scan_layers", "kernels", "deterministic", "compiler_options*")),
     *(f"training.{name}" for name in ("steps", "epochs", "log_every", "max_skipped_in_a_row", "microbatches")),
     *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),
 )

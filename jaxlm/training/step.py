@@ -22,6 +22,7 @@ from jaxlm.models.masks import OneDocumentMask
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.tree import Tree
+from jaxlm.parallel import compiler_options
 from jaxlm.parallel.collectives import summed_over_replicas
 from jaxlm.parallel.partition import constrain, replicated
 from jaxlm.training import norms as norms_of
@@ -250,16 +251,20 @@ class TrainStep:
 
     def jitted(self, mesh: Mesh) -> "TrainPrograms":
         """Return the functions jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `begin`,
-        `resume` and `train` consume their first argument: its buffers are donated."""
+        `resume` and `train` consume their first argument: its buffers are donated.
+
+        Raises InputError for compiler options that XLA refuses for these devices.
+        """
         state, whole = self.shardings(mesh), replicated(mesh)
+        options = compiler_options.on_mesh(mesh, self.execution.compiler_options)
         return TrainPrograms(
             init=jax.jit(self.init, out_shardings=state),
             begin=jax.jit(self.begin, donate_argnums=0, out_shardings=state),
             resume=jax.jit(self.resume, donate_argnums=0, out_shardings=state),
-            train=jax.jit(self.train, donate_argnums=0, out_shardings=(state, whole)),
-            evaluate=jax.jit(self.evaluate, out_shardings=whole),
-            preference_logprobs=jax.jit(self.preference_logprobs, out_shardings=whole),
-            norms=jax.jit(self.norms, out_shardings=whole),
+            train=jax.jit(self.train, donate_argnums=0, out_shardings=(state, whole), compiler_options=options),
+            evaluate=jax.jit(self.evaluate, out_shardings=whole, compiler_options=options),
+            preference_logprobs=jax.jit(self.preference_logprobs, out_shardings=whole, compiler_options=options),
+            norms=jax.jit(self.norms, out_shardings=whole, compiler_options=options),
         )
 
     @property

@@ -325,7 +325,9 @@ class TrainStep:
         the update: one for every array of the optimizer's state.
         """
         by_layer = model_tree.read(self._tree, lambda leaf: "layers" in leaf.axes)
-        return jax.tree.map(lambda g, of_layers: jax.lax.optimization_barrier(g) if of_layers else g, gradients, by_layer)
+        return jax.tree.map(
+            lambda g, of_layers: jax.lax.optimization_barrier(g) if of_layers else g, gradients, by_layer
+        )
 
     @property
     def _has_working_copy(self) -> bool:

@@ -18,6 +18,7 @@ from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.lowering import hlo, launched_kernels, targets
 from jaxlm.lowering.argument_reads import argument_reads
+from jaxlm.lowering.programs import step_programs
 
 MATRIX = 4 * 8 * 8
 STATE = "(s32[], f32[8,8], f32[8])"
@@ -167,3 +168,23 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
 
 def _opcodes(program):
     return {each.opcode for part in program.computations.values() for each in part.instructions.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+def test_an_update_reads_each_array_of_the_state_once():
+    """Layers are written out: the gradients of all are joined once, not in a fusion for each array of the state. The
+    master copies are read by the update alone, which writes the working copy too."""
+    target = Target.parse("h200-sxm:1")
+    mesh = meshes.make(devices=targets.devices(target))
+    wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}
+    model = model_fixtures.model(d_model=256, num_layers=2, vocab_size=1024, feed_forward=wide)
+    experiment = model_fixtures.experiment(model, batch=4, dtype="bfloat16", scan_layers=False)
+    compiled = step_programs(experiment, "train", mesh).step.compile()
+    reads = argument_reads(hlo.parse(compiled.as_text()))
+    kept = [each for each in reads if ".parameters[" in each.name or ".optimizer" in each.name]
+    matrices = [each for each in kept if each.bytes > 4 * 2 * 256]
+    assert len(matrices) >= 3 * 8
+    assert {each.name: each.read / each.bytes for each in matrices if each.read != each.bytes} == {}

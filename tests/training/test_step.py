@@ -306,6 +306,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
         model_fixtures.model(), model_fixtures.sections(dtype="bfloat16"), [model_fixtures.batch()] * 3
     )
     chex.assert_trees_all_equal_dtypes(state.parameters, jax.tree.map(np.float32, state.parameters))
+    chex.assert_trees_all_equal(state.working, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.parameters))
     losses = np.array([[m["loss"] for m in run] for run in (exact, half)])
     assert not np.array_equal(*losses)
     np.testing.assert_allclose(*losses, rtol=0.03)  # eight bits of mantissa through three layers

@@ -287,10 +287,13 @@ class Job:
         return costs, mesh
 
     def _train(self, dataset: Dataset, counted: "Counted", mesh: "Mesh") -> "Result":
+        from jaxlm.core import compilation_cache
         from jaxlm.costs.layer_loops import with_choice
         from jaxlm.training.loop import Start, Trainer
 
         run, paths = self._run, self._run.paths
+        if mesh.devices.flat[0].platform != "cpu":  # XLA warns of each program that it loads for a CPU
+            compilation_cache.enable(self._display.say)
         start = Start(
             clock=self._clock,
             display=self._display,

@@ -10,8 +10,8 @@ from jaxlm.core.errors import InputError
 
 Option = bool | int | float | str  # as jaxlm.models.execution_config declares them
 
-# On several GPUs a layer's products run while the weights of the next are gathered. XLA's default is a schedule of least
-# memory.
+# On several GPUs a layer's products run while the weights of the next are gathered. XLA's default orders a program for
+# the least memory.
 _ON_GPUS: Mapping[str, Option] = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
 

@@ -98,7 +98,11 @@ def test_its_toml_has_keys_that_exist(name):
             *tables, last = key.split(".")
             sections = sections_at(".".join(tables), config.Experiment)
             is_own = leaves.get(".".join([*tables, "kind"])) in own_kinds
-            assert any(last in section.model_fields for section in sections) or is_own or {"sources", "compiler_options"} & {*tables}, key
+            assert (
+                any(last in section.model_fields for section in sections)
+                or is_own
+                or {"sources", "compiler_options"} & {*tables}
+            ), key
 
 
 @pytest.mark.parametrize("name", NAMES)

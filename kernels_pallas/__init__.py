@@ -2,7 +2,8 @@
 
 Every function takes `implementation`. None chooses by the shape and by the chip being lowered for, also ahead of time;
 a name is kept or refused, and `explain` says what None takes and why. `jax.grad`, `jax.vmap`, `jax.checkpoint`,
-`jax.jit` and `jax.shard_map` compose with every operation; only the references support forward-mode differentiation.
+`jax.jit` and `jax.shard_map` compose with every operation, but paged attention has no derivative; only the references
+support forward-mode differentiation.
 """
 
 from kernels_pallas.bias_activation import bias_activation

@@ -213,7 +213,7 @@ class PagedLayer:
             parts.append(jnp.repeat(page_Q, section.rows))
             at += len(page_Q) * section.rows
         page_R, position_R = jnp.concatenate(parts), self.position_R
-        index = [slice(None)] * pages.ndim
+        index: list[Any] = [slice(None)] * pages.ndim
         beyond = len(pages)
         index[0], index[tokens] = jnp.where(position_R < 0, beyond, page_R), jnp.maximum(position_R, 0) % self.size
         return pages.at[tuple(index)].set(new, mode="drop")

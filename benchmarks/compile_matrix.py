@@ -16,6 +16,7 @@ import jax
 import results as files
 
 from jaxlm.lowering import kernel_matrix, kernel_tables
+from jaxlm.lowering.assemblers import assemblers
 from jaxlm.lowering.assembly import AssembledKernel
 from jaxlm.lowering.bundles import ScheduledKernel
 from jaxlm.lowering.kernel_matrix import Outcome
@@ -58,13 +59,21 @@ def main() -> None:
 
 
 def compiled_before() -> dict[tuple[str, str], Outcome]:
-    """Return the recorded outcomes by chip and row; none if other compilers produced them."""
+    """Return the recorded outcomes by chip and row; none if other compilers produced them.
+
+    Kernels of GPUs have to be recorded by each assembler at hand.
+    """
     file = RESULTS / "compile_matrix.json"
     earlier = json.loads(file.read_text()) if file.exists() else None
     if earlier is None or operator.ne(*files.compilers(earlier)):
         return {}
     kernels = (json.loads((RESULTS / f"{name}.json").read_text())["kernels"] for name in ("assembly", "schedules"))
-    return kernel_matrix.recorded(earlier["programs"], *kernels)
+    releases = {assembler.release for assembler in assemblers()}
+    return {
+        (chip, row): outcome
+        for (chip, row), outcome in kernel_matrix.recorded(earlier["programs"], *kernels).items()
+        if chip not in kernel_matrix.ASSEMBLED or {kernel.assembler for kernel in outcome.kernels} == releases
+    }
 
 
 def programs(results: dict[str, dict[kernel_matrix.MatrixRow, Outcome]]) -> list[dict[str, str]]:

@@ -88,6 +88,9 @@ def test_no_recorded_kernel_fails(chip):
     recorded = {at[1]: outcome for at, outcome in _recorded().items() if at[0] == chip}
     rows = {row: recorded.pop(str(row)) for row in kernel_matrix.rows() if str(row) in recorded}
     assert rows and not recorded
+    if chip in kernel_matrix.ASSEMBLED:
+        releases = [{kernel.assembler for kernel in outcome.kernels} for outcome in rows.values()]
+        assert all(by == releases[0] for by in releases) and len(releases[0]) == 2
     assert not list(_failing(chip, rows))
 
 

@@ -27,6 +27,10 @@ SPILLED = {
     ("flash_attention_key_gradient", "A100"): ({"13.0": 128, "13.5": 128}, _TILE),
     ("flash_attention_key_gradient", "H100"): ({"13.0": 64, "13.5": 64}, _TILE),
     ("flash_attention_key_gradient", "B200"): ({"13.0": 64, "13.5": 64}, _TILE),
+    ("paged_attention", "A100"): (
+        {"13.0": 128, "13.5": 128},
+        "32 queries of a sequence and their keys fill all registers",
+    ),
     ("flash_attention_gradients_mosaic_gpu_kernel", "H100"): (
         {"13.0": 192, "13.5": 192},
         "two warpgroups hold gradients of 64 keys each, of 128 columns, and the tile of scores and of their gradients",

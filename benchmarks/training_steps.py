@@ -1,7 +1,8 @@
 """Workers with jaxlm's and PyTorch's training step on random tokens: the same model, loss, clipping and AdamW."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from interleave import Worker
 
@@ -9,8 +10,17 @@ if TYPE_CHECKING:
     from jaxlm.config import Experiment
 
 
-def jaxlm_steps(experiment: "Experiment") -> Worker:
-    """Return a worker with the steps of `jaxlm train`, on its mesh."""
+class TrainingWorker(NamedTuple):
+    """A `Worker` of training steps. `program`: returns the text of the optimised program that runs."""
+
+    run: Callable[[int], None]
+    facts: Callable[[], dict[str, Any]]
+    program: Callable[[], str]
+
+
+def jaxlm_steps(experiment: "Experiment", one_document: bool = False) -> TrainingWorker:
+    """Return a worker with the steps of `jaxlm train`, on its mesh, with rows that are known to be one document each or
+    not."""
     import jax
     import numpy as np
 
@@ -25,7 +35,8 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
     with jax.set_mesh(mesh):
         execution = experiment_on(experiment, mesh).execution
-        compiled = TrainStep(experiment.model, execution, training, experiment.optimizer).jitted(mesh)
+        steps = TrainStep(experiment.model, execution, training, experiment.optimizer, one_document=one_document)
+        compiled = steps.jitted(mesh)
         state = compiled.init()
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
 
@@ -41,11 +52,13 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
                 state, metrics = compiled.train(state, batch())
             jax.block_until_ready(metrics)
 
+    def ran() -> jax.stages.Compiled:
+        with jax.set_mesh(mesh):  # not compiled again
+            return compiled.train.lower(state, batch()).compile()
+
     def facts() -> dict[str, Any]:
         """Return the device, and its peak bytes by the allocator and by XLA's plan of the step."""
-        device = mesh.devices.flat[0]
-        with jax.set_mesh(mesh):  # the program that ran: not compiled again
-            planned = compiled.train.lower(state, batch()).compile().memory_analysis()
+        device, planned = mesh.devices.flat[0], ran().memory_analysis()
         outputs = planned.output_size_in_bytes - planned.alias_size_in_bytes
         return {
             "device": device.device_kind,
@@ -53,7 +66,7 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
             "compiled_peak_memory_bytes": planned.argument_size_in_bytes + outputs + planned.temp_size_in_bytes,
         }
 
-    return Worker(run, facts)
+    return TrainingWorker(run, facts, lambda: ran().as_text())
 
 
 def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool = False) -> Worker:

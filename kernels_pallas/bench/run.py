@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,8 +133,10 @@ def compare(
     limits: Ceilings,
     rounds: int = 7,
     begin: Callable[[dict[str, str]], str] = lambda row: "",
+    implementations: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per implementation, the reference first and peers last.
+    """Yield one row per implementation, the reference first and peers last; of these `implementations` alone, where any
+    are named.
 
     An implementation that does not support the case has a `reason` and no figures.
 
@@ -174,7 +176,7 @@ def compare(
 
     chip = target.of_device(jax.devices()[0])
     for implementation in ("reference", *operation.implementations, *operation.others):
-        if not _is_for(implementation, chip):
+        if not _is_for(implementation, chip) or (implementations and implementation not in implementations):
             continue
         if reason := begin(named(implementation)):
             yield left_out(implementation, reason)
@@ -187,6 +189,8 @@ def compare(
         reference = taken.median if implementation == "reference" else reference
         yield row(implementation, taken, temporary)
     for peer in peers_of(operation.name):
+        if implementations and peer.name not in implementations:
+            continue
         if reason := begin(named(peer.name)):
             yield left_out(peer.name, reason)
             continue

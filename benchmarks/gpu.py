@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,17 +94,18 @@ def _attention() -> dict[str, Expected]:
     }
 
 
-def _shares(forward: float, backward_and_forward: float, *cases: tuple[str, str]) -> dict[str, Expected]:
-    """Return expectations of row-wise kernels: at least so much of a copy's bandwidth."""
+def _shares(*cases: tuple[str, str]) -> dict[str, Expected]:
+    """Return expectations of row-wise kernels: the share of a copy's bandwidth, at least 90 % of it."""
     return {
-        f"{operation}, {case}, {direction}, triton, share of copy": Expected(least, 1.0)
+        f"{operation}, {case}, {direction}, triton, share of copy": Expected(0.9, 1.0)
         for operation, case in cases
-        for direction, least in (("forward", forward), ("training", backward_and_forward))
+        for direction in ("forward", "training")
     }
 
 
 _ATTENTION = ("causal 8192 × 64", "causal 8192 × 128", "causal 8192 × 256", "full 8192 × 128", "causal 2048 × 128")
 _ROWS = ("rms_norm", "layer_norm", "softmax", "gated_activation", "bias_activation", "rotary_embedding")
+_OF_ROWS = ("8192 × 4096*", "8192 × 14336, SwiGLU", "16384 × 6400*", "Llama 3 8B, queries")
 _LOOP, _NAMED = "execution.scan_layers=true", 'execution.remat=["query", "key", "value", "attention", "up"]'
 _LLAMA = {"model": "llama3.2_1b"}
 _KEPT = "execution.remat=none"
@@ -193,16 +194,17 @@ PLAN = (
         "row-wise kernels",
         60,
         "kernels",
-        {"operations": list(_ROWS), "patterns": ["8192 ×*", "8k ×*", "*"], "implementations": ["triton", "mosaic_gpu"]},
-        _shares(0.88, 0.75, ("rms_norm", "8192 × 4096"), ("layer_norm", "8192 × 4096")),
+        {"operations": list(_ROWS), "patterns": list(_OF_ROWS), "implementations": ["triton", "mosaic_gpu"]},
+        _shares(
+            *(("rms_norm", case) for case in ("8192 × 4096", "8192 × 4096 with residual")),
+            *(("layer_norm", case) for case in ("8192 × 4096", "8192 × 4096 with residual")),
+            ("softmax", "8192 × 4096"),
+            ("gated_activation", "8192 × 14336, SwiGLU"),
+            ("bias_activation", "16384 × 6400, by tanh"),
+            ("rotary_embedding", "Llama 3 8B, queries"),
+        ),
     ),
-    Measurement(
-        "loss",
-        45,
-        "kernels",
-        {"operations": ["linear_cross_entropy"], "patterns": ["*"]},
-        {},
-    ),
+    Measurement("loss", 45, "kernels", {"operations": ["linear_cross_entropy"], "patterns": ["8192 × 768 × 50257"]}),
     Measurement(
         "GPT-2 355M, merged products",
         30,
@@ -256,7 +258,7 @@ class Results:
         if kernel := figure.pop("kernel"):
             self._kernels.append(kernel)
         self._ceilings |= figure["details"].get("ceilings", {})
-        expected = self._now.expected.get(figure["name"])
+        expected = None if self._dry else self._now.expected.get(figure["name"])
         self._measured[-1]["figures"].append({**figure, "expected": expected and expected._asdict()})
         beside = f"   expected {expected}" if expected else ""
         print(f"  {figure['name']}: {_number(figure['value'])}{beside}", flush=True)
@@ -292,15 +294,21 @@ class Results:
 
     def table(self) -> TextTable:
         """Return every figure beside what is expected; those of a measurement that did not run are empty."""
-        entries = {entry["name"]: entry for entry in self._measured}
         table = TextTable([*texts("figure"), *numbers("measured"), *names("expected")], self._chip)
+        for row in self.compared():
+            table.add(*row)
+        return table
+
+    def compared(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the name of each figure, what was measured and what is expected."""
+        entries = {entry["name"]: entry for entry in self._measured}
         for measurement in PLAN:
             entry = entries.get(measurement.name, {"figures": []})
             figures = {each["name"]: each["value"] for each in entry["figures"]}
             for name in dict.fromkeys([*figures, *measurement.expected]):
                 measured = _number(figures[name]) if name in figures else ""
-                table.add(f"{measurement.name}: {name}", measured, str(measurement.expected.get(name, "")))
-        return table
+                expected = "" if self._dry else str(measurement.expected.get(name, ""))
+                yield f"{measurement.name}: {name}", measured, expected
 
 
 def _number(value: float) -> str:
@@ -368,6 +376,13 @@ def work(names: Sequence[str], dry: bool, folder: Path) -> None:
             say(error=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
+def page(found: Results) -> Iterator[str]:
+    """Yield the lines of a table in Markdown: figures, what was measured and what is expected."""
+    yield from ("| figure | measured | expected |", "| --- | --- | --- |")
+    for row in found.compared():
+        yield f"| {' | '.join(row)} |"
+
+
 def device() -> str:
     """Return JAX's name of the first device, asked in a process of its own: this one holds no memory of it."""
     program = "import jax; print(jax.devices()[0].device_kind)"
@@ -383,7 +398,9 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose names contain one of TEXT;TEXT …")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the results")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
-    parser.add_argument("--list", action="store_true", help="print what would be measured, and what is expected")
+    parser.add_argument(
+        "--list", action="store_true", help="print the figures that are expected, as a table in Markdown"
+    )
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -394,7 +411,7 @@ def main() -> None:
         names = "; ".join(each.name for each in PLAN)
         parser.error(f"--only {arguments.only}: there are {names}" if not wanted else "--minutes must be positive")
     if arguments.list:
-        return Results("expected", arguments.out, False).table().print()
+        return print(*page(Results("", arguments.out, False)), sep="\n")
     deadline = time.monotonic() + 60 * arguments.minutes
     try:
         kind = device()

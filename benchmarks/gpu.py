@@ -316,7 +316,7 @@ def _number(value: float) -> str:
 
 
 class Stopped(Exception):
-    """The time limit, Ctrl-C or SIGTERM."""
+    """The time limit, or a signal, which gives the exit status."""
 
 
 def measure(
@@ -335,10 +335,10 @@ def measure(
         found.end("complete" if _end(process) == 0 else f"its process ended with status {process.returncode}")
     except queue.Empty:
         found.end("the time limit")
-        raise Stopped from None
+        raise Stopped(0) from None
     except KeyboardInterrupt:
         found.end("a signal")
-        raise Stopped from None
+        raise Stopped(130) from None
     finally:
         _end(process)
 
@@ -430,11 +430,13 @@ def main() -> None:
                 print(f"{together[0].name}: left out, {left:.0f} s are left")
                 continue
             measure(together, arguments, deadline, found)
-    except Stopped:
+        status = 0
+    except Stopped as stopped:
+        (status,) = stopped.args
         print("stopped; what was measured is kept", file=sys.stderr)
     found.table().print()
     print(found.finish())
-    return None
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -426,7 +426,7 @@ def main() -> None:
     try:
         for together in [wanted] if arguments.dry_run else [[each] for each in wanted]:
             left = deadline - time.monotonic()
-            if left < together[0].seconds / 2:
+            if left < together[0].seconds / 2 and not arguments.dry_run:
                 print(f"{together[0].name}: left out, {left:.0f} s are left")
                 continue
             measure(together, arguments, deadline, found)

@@ -315,14 +315,14 @@ def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:,.4g}"
 
 
-class Stopped(Exception):
-    """The time limit, or a signal, which gives the exit status."""
+class TimeIsUp(Exception):
+    """The time limit or a signal has come; with the exit status."""
 
 
 def measure(
     measurements: Sequence[Measurement], arguments: argparse.Namespace, deadline: float, found: Results
 ) -> None:
-    """Run measurements in one process until it ends or the deadline comes. Raises Stopped then, or at a signal."""
+    """Run measurements in one process until it ends or the deadline comes. Raises TimeIsUp then, or at a signal."""
     command = [sys.executable, __file__, "--out", str(found.place), *(["--dry-run"] if arguments.dry_run else [])]
     command += ["--worker", *(each.name for each in measurements)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -335,10 +335,10 @@ def measure(
         found.end("complete" if _end(process) == 0 else f"its process ended with status {process.returncode}")
     except queue.Empty:
         found.end("the time limit")
-        raise Stopped(0) from None
+        raise TimeIsUp(0) from None
     except KeyboardInterrupt:
         found.end("a signal")
-        raise Stopped(130) from None
+        raise TimeIsUp(130) from None
     finally:
         _end(process)
 
@@ -431,7 +431,7 @@ def main() -> None:
                 continue
             measure(together, arguments, deadline, found)
         status = 0
-    except Stopped as stopped:
+    except TimeIsUp as stopped:
         (status,) = stopped.args
         print("stopped; what was measured is kept", file=sys.stderr)
     found.table().print()

@@ -33,7 +33,7 @@ def decode_steps(shapes: StepShapes, length: int, page: int, windows: tuple[Wind
     shape = fitting(shapes.all(), shapes.slots, 0)
     token = range(length - 1, length)
     pages = tuple((window, _pages(token, page, window)) for window in windows)
-    return (EngineSteps(shape, 1, 1, (SectionReads(shape.decode, 1, pages),)),)
+    return (EngineSteps(shape, 1, 1, (SectionReads(shape.decode, 1, pages, _table(length, page)),)),)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,14 +73,18 @@ def _prefill_step(
     shape = fitting(shapes.all(), ended, TILE * len(tiles))
     pages = tuple((window, max(_pages(tile, page, window) for tile in tiles)) for window in windows)
     no_pages = tuple((window, 0) for window in windows)  # every row of the decode section is padding
-    sections = SectionReads(shape.decode, 1, no_pages), SectionReads(shape.tiles, TILE, pages)
+    table = _table(prompt, page)
+    sections = SectionReads(shape.decode, 1, no_pages, table), SectionReads(shape.tiles, TILE, pages, table)
     return EngineSteps(shape, 1, int(ended > 0), sections)
 
 
 def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
     """Return the steps of two entries with one shape as one entry."""
     sections = (
-        a._replace(pages=tuple((window, m + n) for (window, m), (_, n) in zip(a.pages, b.pages, strict=True)))
+        a._replace(
+            pages=tuple((window, m + n) for (window, m), (_, n) in zip(a.pages, b.pages, strict=True)),
+            steps=a.steps + b.steps,
+        )
         for a, b in zip(first.sections, second.sections, strict=True)
     )
     return EngineSteps(first.shape, first.times + second.times, first.drawing + second.drawing, tuple(sections))
@@ -89,6 +93,11 @@ def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
 def _tiles(chunk: range) -> Iterator[range]:
     """Yield the tiles of a chunk, whose start is a multiple of TILE."""
     return (chunk[first : first + TILE] for first in range(0, len(chunk), TILE))
+
+
+def _table(tokens: int, page: int) -> int:
+    """Return the pages of the table of a sequence that comes to this many tokens."""
+    return -(-tokens // page)
 
 
 def _pages(rows: range, page: int, window: Window) -> int:

@@ -45,7 +45,8 @@ def paged_attention(
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap.
       implementation: "reference", "triton" or "xla"; None is "triton" on NVIDIA GPUs where it serves, and otherwise
-        "xla", which walks over the pages that a row sees and holds the scores of one page of each sequence.
+        "xla", which walks over the pages that a row sees and holds the scores of one page of each sequence; on the GPUs
+        of a mesh in context it gathers all pages of the table at once.
 
     Returns [Q, T, N, V] in query's dtype. It has no derivative.
 

@@ -1,4 +1,4 @@
-"""The cost of paged attention: one trip of XLA's loop over the pages of each sequence, and the kernels of GPUs."""
+"""The cost of paged attention: one page of each sequence, as XLA reads it, and the kernels of GPUs."""
 
 import math
 from typing import Any, NamedTuple
@@ -25,11 +25,15 @@ class SectionReads(NamedTuple):
       queries: rows of each sequence.
       pages: trips of the section's loop over pages in all counted steps together, for each window (the last tokens
         that a row reads; None: all). A section whose rows are all padding has zero trips.
+      table: pages of a sequence's table.
+      steps: the number of counted steps.
     """
 
     sequences: int
     queries: int
     pages: tuple[tuple[int | None, int], ...]
+    table: int
+    steps: int = 1
 
     def trips(self, window: int | None) -> int:
         """Return the trips of the loop over pages in layers with this window."""

@@ -1,4 +1,8 @@
-"""Paged attention as XLA runs it fast: a loop over the pages that somebody sees, with an online softmax."""
+"""Paged attention as XLA runs it fast: a loop over the pages that somebody sees, with an online softmax; on a GPU,
+where each trip of a loop is several launches, all pages at once."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,42 +43,108 @@ def paged_attention(
         key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
         options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap}
         return paged_attention(query, key, value, table, **options)[:, :T]
-    columns = padded_columns(V)
     wide = jnp.promote_types(query.dtype, key.dtype)
     query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, T * G, H)
-    start_QT, end_QT = key_range
-    is_seen_QT = end_QT > start_QT
-    last_Q = jnp.max(jnp.where(is_seen_QT, end_QT, 0), axis=1)
-    first_Q = jnp.min(jnp.where(is_seen_QT, start_QT, last_Q[:, None]), axis=1)
-    page_Q = first_Q // S
-    pages = jnp.max((last_Q + S - 1) // S - page_Q)
+
+    def scored(query_QKRH: jax.Array, key_QKHS: jax.Array) -> jax.Array:
+        """Return the scores [Q, K, R, S] of a page of each sequence."""
+        scores = _product(query_QKRH, key_QKHS) * scale
+        return scores if soft_cap is None else soft_capped(scores, soft_cap)
+
+    sums = _of_all_pages if target.platform() == "gpu" else _page_after_page
+    total, attended = sums(query_QKRH, key, value, table, _SeenKeys.of(*key_range), scored)
+    attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)
+
+
+class _SeenKeys(NamedTuple):
+    """The positions from `start_QT` to before `end_QT` that each query sees, and all of a sequence's see together."""
+
+    start_QT: jax.Array
+    end_QT: jax.Array
+    first_Q: jax.Array
+    last_Q: jax.Array
+
+    @classmethod
+    def of(cls, start_QT: jax.Array, end_QT: jax.Array) -> "_SeenKeys":
+        is_seen_QT = end_QT > start_QT
+        last_Q = jnp.max(jnp.where(is_seen_QT, end_QT, 0), axis=1)
+        return cls(start_QT, end_QT, jnp.min(jnp.where(is_seen_QT, start_QT, last_Q[:, None]), axis=1), last_Q)
+
+    def masked(self, scores_QKRS: jax.Array, index_QS: jax.Array) -> jax.Array:
+        """Return the scores [Q, K, T, G, S] of the keys at these positions, the lowest of all where none is seen."""
+        (Q, K, _, S), T = scores_QKRS.shape, self.start_QT.shape[1]
+        seen_QTS = (self.start_QT[..., None] <= index_QS[:, None]) & (index_QS[:, None] < self.end_QT[..., None])
+        return jnp.where(seen_QTS[:, None, :, None], scores_QKRS.reshape(Q, K, T, -1, S), _LOWEST)
+
+    def values(self, value_QKSV: jax.Array, index_QS: jax.Array) -> jax.Array:
+        """Return the values at these positions with zeros where nobody sees them, and in columns beyond V."""
+        # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
+        mine = (self.first_Q[:, None] <= index_QS) & (index_QS < self.last_Q[:, None])
+        value_QKSV, V = jnp.where(mine[:, None, :, None], value_QKSV, 0), value_QKSV.shape[-1]
+        return jnp.pad(value_QKSV, [*[(0, 0)] * 3, (0, padded_columns(V) - V)])
+
+
+def _page_after_page(
+    query_QKRH: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, seen: _SeenKeys, scored: Callable
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of weights [Q, K, T, G], and of weighted values, of which the columns from V on are zeros."""
+    (Q, K, R, _), (*_, S, V), T = query_QKRH.shape, value.shape, seen.start_QT.shape[1]
+    page_Q, columns = seen.first_Q // S, padded_columns(V)
+    pages = jnp.max((seen.last_Q + S - 1) // S - page_Q)
 
     def read(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         largest, total, attended = carry
         at_Q = page_Q + i
         there_Q = jnp.take_along_axis(table, jnp.minimum(at_Q, table.shape[1] - 1)[:, None], axis=1)[:, 0]
         index_QS = at_Q[:, None] * S + jnp.arange(S)[None]
-        seen_QTS = (start_QT[..., None] <= index_QS[:, None]) & (index_QS[:, None] < end_QT[..., None])
-        scores = _product(query_QKRH, key[there_Q]) * scale
-        if soft_cap is not None:
-            scores = soft_capped(scores, soft_cap)
-        scores = jnp.where(seen_QTS[:, None, :, None], scores.reshape(Q, K, T, G, S), _LOWEST)
+        scores = seen.masked(scored(query_QKRH, key[there_Q]), index_QS)
         larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - jnp.where(larger == _LOWEST, 0.0, larger)[..., None])  # 0 of what is not seen
+        weights = _weights(scores, larger)
         kept = jnp.exp(largest - larger)
-        # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
-        mine = (first_Q[:, None] <= index_QS) & (index_QS < last_Q[:, None])
-        value_QKSV = jnp.where(mine[:, None, :, None], value[there_Q], 0)
-        value_QKSV = jnp.pad(value_QKSV, [*[(0, 0)] * 3, (0, columns - V)])
-        product = _product(weights.reshape(Q, K, T * G, S).astype(value.dtype), value_QKSV)
-        attended = attended * kept[..., None] + product.reshape(Q, K, T, G, columns)
+        value_QKSV = seen.values(value[there_Q], index_QS)
+        product = _product(weights.reshape(Q, K, R, S).astype(value.dtype), value_QKSV)
+        attended = attended * kept[..., None] + product.reshape(*attended.shape)
         return larger, total * kept + jnp.sum(weights, axis=-1), attended
 
-    sizes = Q, K, T, G
+    sizes = Q, K, T, R // T
     zeros = jnp.full(sizes, _LOWEST), jnp.zeros(sizes), jnp.zeros((*sizes, columns))
     _, total, attended = jax.lax.fori_loop(0, pages, read, zeros)
-    attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)
+    return total, attended
+
+
+def _of_all_pages(
+    query_QKRH: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, seen: _SeenKeys, scored: Callable
+) -> tuple[jax.Array, jax.Array]:
+    """Return what `_page_after_page` does, of all pages of the table, gathered at once.
+
+    Products are of one page each. The sums of pages are added in pairs, so that pages beyond those that a row sees,
+    which are zeros, change none of its bits.
+    """
+    (Q, M), (_, K, S, _), (_, _, R, H) = table.shape, value.shape, query_QKRH.shape
+    every = _SeenKeys(*(jnp.repeat(x, M, axis=0) for x in seen))
+    page_P, index_PS = table.reshape(Q * M), jnp.tile(jnp.arange(M * S).reshape(M, S), (Q, 1))
+    query_PKRH = jnp.broadcast_to(query_QKRH[:, None], (Q, M, K, R, H)).reshape(Q * M, K, R, H)
+    scores = every.masked(scored(query_PKRH, key.at[page_P].get(mode="clip")), index_PS)
+    scores = scores.reshape(Q, M, *scores.shape[1:])
+    weights = _weights(scores, jnp.max(scores, axis=(1, -1), keepdims=True)[..., 0])
+    value_PKSV = every.values(value.at[page_P].get(mode="clip"), index_PS)
+    attended = _product(weights.reshape(Q * M, K, R, S).astype(value.dtype), value_PKSV)
+    of_pages = _in_pairs(jnp.moveaxis(weights, -1, 1))  # XLA's sum depends on the number of rows
+    return _in_pairs(of_pages), _in_pairs(attended.reshape(*weights.shape[:-1], -1))
+
+
+def _weights(scores: jax.Array, largest: jax.Array) -> jax.Array:
+    """Return eˢ⁻ˡ of scores [..., S], 0 of what is not seen."""
+    return jnp.exp(scores - jnp.where(largest == _LOWEST, 0.0, largest)[..., None])
+
+
+def _in_pairs(x_QM: jax.Array) -> jax.Array:
+    """Return the sum over the second axis: of neighbours, then of neighbouring sums, and so on."""
+    while (M := x_QM.shape[1]) > 1:
+        x_QM = jnp.pad(x_QM, [(0, 0), (0, M % 2), *[(0, 0)] * (x_QM.ndim - 2)])
+        x_QM = x_QM[:, ::2] + x_QM[:, 1::2]
+    return x_QM[:, 0]
 
 
 def padded_queries(T: int, G: int, H: int, V: int, S: int) -> int:

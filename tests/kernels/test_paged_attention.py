@@ -10,7 +10,7 @@ import pytest
 from matrices import sampled
 
 from kernels_pallas import paged_attention
-from kernels_pallas.core import interpreted
+from kernels_pallas.core import interpreted, target
 from kernels_pallas.paged_attention.costs import LANES, SPLIT
 
 PAGES, K, S, H, M = 23, 2, 16, 8, 5
@@ -191,6 +191,36 @@ def test_a_row_is_computed_in_one_way_however_many_there_are(heads, groups, widt
     tables_81 = jnp.broadcast_to(table, (8, 3))
     alone = attend(jnp.swapaxes(q[:, :8], 0, 1), key, value, tables_81, key_range=(jnp.zeros_like(one), one))
     np.testing.assert_array_equal(alone[:, 0], together)
+
+
+def test_all_pages_at_once_are_the_loop_over_pages_and_no_surroundings_change_a_bit(monkeypatch):
+    """As XLA attends on a GPU: rows in tables of other widths, in other pages, in batches of other sizes, and with NaN
+    in pages and parts of pages that nobody sees."""
+    random = np.random.default_rng(0)
+    key, value, q = (
+        jnp.asarray(random.standard_normal(shape, np.float32))
+        for shape in [(PAGES, K, 32, 32), (PAGES, K, 32, 32), (3, 2, 3 * K, 32)]
+    )
+    seen = ranges([(0, 70), (0, 71)], [(0, 0), (0, 1)], [(41, 147), (42, 148)])
+    attend = functools.partial(paged_attention, implementation="xla", **CAPPED)
+    expected = attend(q, key, value, TABLE, key_range=seen)
+    monkeypatch.setattr(target, "platform", lambda: "gpu")
+    at_once = jax.jit(lambda *operands, key_range: attend(*operands, key_range=key_range))
+    together = at_once(q, key, value, TABLE, key_range=seen)
+    assert not together[1, 0].any() and "while" not in at_once.lower(q, key, value, TABLE, key_range=seen).as_text()
+    np.testing.assert_allclose(together, expected, rtol=0, atol=2e-6)  # sums in another order
+
+    unseen = np.ones((PAGES, 32), bool)
+    for row, start, end in zip(np.asarray(TABLE), *(np.asarray(x) for x in seen), strict=True):
+        for position in range(start.min(), end.max()):
+            unseen[row[position // 32], position % 32] = False
+    spoiled = [jnp.where(at, jnp.nan, x) for at, x in ((unseen[:, None, None], key), (unseen[:, None, :, None], value))]
+    for width in (5, 6, 13):
+        table = jnp.pad(TABLE, [(0, 0), (0, width - M)], constant_values=PAGES - 1)
+        np.testing.assert_array_equal(at_once(q, *spoiled, table, key_range=seen), together)
+        for i in range(3):
+            alone = at_once(q[i : i + 1], *spoiled, table[i : i + 1], key_range=[x[i : i + 1] for x in seen])
+            np.testing.assert_array_equal(alone[0], together[i])
 
 
 def test_what_does_not_fit_is_refused():

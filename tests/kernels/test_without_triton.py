@@ -1,18 +1,23 @@
 """Kernels where JAX no longer lowers Pallas to Triton: as the next versions of JAX, which this one plays."""
 
 import functools
+import math
+import platform
 import sys
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from matrices import sampled
 from numerics import check, served
 
-from kernels_pallas import flash_attention, rms_norm, rotary_embedding
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import hlo, launched_kernels, targets
+from kernels_pallas import flash_attention, paged_attention, rms_norm, rotary_embedding
 from kernels_pallas.core import choice, interpreted, launch
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.flash_attention import causal, sliding_window
@@ -86,6 +91,31 @@ def test_attention_takes_cudnn_or_xla_with_one_line(kind, mask, chosen, monkeypa
     monkeypatch.setattr(module.cudnn, "flash_attention", lambda operands, *rest: operands.query)
     _, said = traced(lambda x: flash_attention(x, x, x, key_range=mask(128)), kind, (1, 128, 2, 64))
     assert took == chosen and len(said) == (took[0] != "mosaic_gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compiler is for Linux on x86-64"
+)
+def test_pages_are_gathered_at_once_on_a_gpu():
+    """In at most 12 launches for a layer; a loop would have as many for each page."""
+    mesh = Mesh(np.array(targets.devices(Target.parse("h100-sxm:1"))), ("one",))
+    shapes = [(8, 1, 32, 128), (129, 8, 128, 128), (129, 8, 128, 128), (8, 16), (8, 1), (8, 1)]
+    dtypes = [*["bfloat16"] * 3, *["int32"] * 3]
+    whole = NamedSharding(mesh, PartitionSpec())
+    structs = [jax.ShapeDtypeStruct(*each, sharding=whole) for each in zip(shapes, dtypes, strict=True)]
+
+    @jax.jit
+    def attend(query, key, value, table, start, end):
+        return paged_attention(query, key, value, table, key_range=(start, end))
+
+    with jax.set_mesh(mesh), pytest.warns(RuntimeWarning, match="paged_attention: JAX .* does not lower"):
+        program = hlo.parse(attend.lower(*structs).compile().as_text())
+    launches = launched_kernels.kernels(program)
+    assert sum(each.count for each in launches) <= 12
+    assert not any(i.opcode == "while" for part in program.computations.values() for i in part.instructions.values())
+    pages = 2 * math.prod([8, 16, 8, 128, 128 + 128])
+    assert 3 * pages < sum(each.bytes for each in launches) < 3.3 * pages  # read, written and read, and scores
 
 
 SAMPLES = [

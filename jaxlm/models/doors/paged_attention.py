@@ -55,7 +55,8 @@ def visible_fraction(queries: int, keys: int, window: int | None) -> VisibleFrac
 
 
 def _declare(local: Local) -> DoorCost:
-    """Declare a kernel, or the loops over pages; for a step without padding the products with the model's sizes."""
+    """Declare a kernel, XLA's gather on a GPU, or its loops over pages; for a step without padding the products with
+    the model's sizes."""
     sections = [each for each in local.sections if isinstance(each, costs.SectionReads)]
     if len(sections) < len(local.sections):
         unpadded = (each for each in local.sections if isinstance(each, UnpaddedReads))
@@ -63,7 +64,9 @@ def _declare(local: Local) -> DoorCost:
         return DoorCost(tuple(products), counts_all_steps=True)
     query, _, value = (each.abstract for each in local.operands[:3])
     by_kernel = local.kernels and runs_kernel(local.platform, query, value)
-    return _by_kernel(local, sections) if by_kernel else _by_loops(local, sections)
+    if by_kernel:
+        return _by_kernel(local, sections)
+    return _by_gather(local, sections) if local.platform == "gpu" else _by_loops(local, sections)
 
 
 def _by_kernel(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
@@ -108,8 +111,24 @@ def _by_loops(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
     return DoorCost(tuple(products), passes=tuple(passes), workspace=Workspace(beside=workspace), counts_all_steps=True)
 
 
+def _by_gather(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
+    """Declare XLA's gather of all pages, which are read, written and read again, seen or not."""
+    products: list[DoorProduct] = []
+    flops = workspace = 0
+    for section in sections:
+        page, pages = _page_cost(local, section), section.table * section.steps
+        workspace = max(workspace, section.table * page.workspace)
+        least, most = 3 * page.least_bytes, page.most_bytes
+        for (batch, *sizes), scope in zip(page.products, ("scores", "pv"), strict=True):
+            product = Product(pages * batch, *sizes)
+            products.append(DoorProduct(product, pages * least // 2, pages * (most - least) // 2, scope=scope))
+        flops += pages * page.flops
+    passes = (Pass(KernelCost(flops=flops), KernelCost(), "softmax"),)
+    return DoorCost(tuple(products), passes=passes, workspace=Workspace(beside=workspace), counts_all_steps=True)
+
+
 def _page_cost(local: Local, section: costs.SectionReads) -> costs.PageCost:
-    """Return the cost of one trip of a section's loop over pages."""
+    """Return the cost of one page of each sequence of a section."""
     query, key, value = local.operands[:3]
     rows = jax.ShapeDtypeStruct((section.sequences, section.queries, *query.shape[2:]), query.dtype)
     return costs.page_cost(rows, key.abstract, value.abstract, local.options["soft_cap"])

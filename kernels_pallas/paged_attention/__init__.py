@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.core import checks
+from kernels_pallas.core import checks, launch
 from kernels_pallas.core.choice import choose
 from kernels_pallas.flash_attention.key_range import KeyRange
 from kernels_pallas.paged_attention import reference, triton, xla
@@ -68,7 +68,7 @@ def runs_kernel(platform: str, query: Any, value: Any) -> bool:
     Args:
       query, value: arrays, or shapes and dtypes.
     """
-    return platform == "gpu" and triton.unsupported_reason(query, value) is None
+    return platform == "gpu" and launch.has_triton() and triton.unsupported_reason(query, value) is None
 
 
 def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any]) -> None:

@@ -11,7 +11,7 @@ might wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -59,6 +59,13 @@ class Barriers(NamedTuple):
     @property
     def bytes(self) -> int:
         return 8 * self.count
+
+
+class AddingTurn(NamedTuple):
+    """A block's turn to add to a sum: a counter, a semaphore in global memory, and how many blocks come before."""
+
+    counter: Any
+    order: jax.Array
 
 
 def extent(length: int, block: int) -> int:
@@ -109,18 +116,18 @@ class Warpgroup:
             plgpu.copy_smem_to_gmem(buffer, destination)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers are free again
 
-    def tma_add_in_order(
+    def tma_add(
         self,
         copies: Sequence[tuple[Any, Any]],
-        counter: Any,
-        order: jax.Array,
         release: Callable[[], None],
         meanwhile: Callable[[], None],
+        turn: AddingTurn | None = None,
     ) -> None:
-        """Add shared memory to global memory, (buffer, destination) each, after the blocks that come earlier in order.
+        """Add float32 in shared memory to global memory by TMA, (buffer, destination) each.
 
-        A counter (a semaphore in global memory) keeps the order; the block of order 0 starts the sum. `release` is
-        called when the buffers are free again, and `meanwhile` while global memory is still being written.
+        `release` is called when the buffers are free again, and `meanwhile` while global memory is still being written.
+        Without a turn, blocks add in any order to an output of `run` that starts at zero. The block whose turn is the
+        first starts the sum, and each other one waits until those before it have added.
 
         A block may only wait for blocks before it in the grid, which start first. Interpreted, they also end first. No
         fence for the copy engine stands between the wait and the copy, and none does in FlashAttention-3's
@@ -128,29 +135,38 @@ class Warpgroup:
         """
         if self.interpret:
             for buffer, destination in copies:
-                destination[...] = jnp.where(order > 0, destination[...], 0) + buffer[...]
+                before = destination[...] if turn is None else jnp.where(turn.order > 0, destination[...], 0)
+                destination[...] = before + buffer[...]
             self.commit()
             release()
             meanwhile()
             return
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        @pl.when(order == 0)
-        def _() -> None:
-            for buffer, destination in copies:
-                plgpu.copy_smem_to_gmem(buffer, destination)
-
-        @pl.when(order > 0)
-        def _() -> None:
-            plgpu.semaphore_wait(counter, order, decrement=False, memory_scope="gpu")
+        def add() -> None:
             for buffer, destination in copies:
                 plgpu.copy_smem_to_gmem(buffer, destination, reduction_op="add")
+
+        if turn is None:
+            add()
+        else:
+
+            @pl.when(turn.order == 0)
+            def _() -> None:
+                for buffer, destination in copies:
+                    plgpu.copy_smem_to_gmem(buffer, destination)
+
+            @pl.when(turn.order > 0)
+            def _() -> None:
+                plgpu.semaphore_wait(turn.counter, turn.order, decrement=False, memory_scope="gpu")
+                add()
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         release()
         meanwhile()
-        plgpu.wait_smem_to_gmem(0)
-        plgpu.semaphore_signal(counter, memory_scope="gpu")
+        if turn is not None:
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.semaphore_signal(turn.counter, memory_scope="gpu")
 
     def commit(self) -> None:
         """Order this warpgroup's reads and writes of shared memory before accesses by the copy engine and wgmma."""
@@ -358,6 +374,14 @@ def _held_until(result: jax.Array, operand: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((result, operand))[0]
 
 
+def may_be_zeroed(operand: jax.Array) -> bool:
+    """Return whether outputs of a kernel with this operand may start at zero.
+
+    They are references, and from JAX 0.12 on no kernel takes one that varies over a mesh (shard_map with check_vma).
+    """
+    return not jax.typeof(operand).manual_axis_type.varying
+
+
 def run(
     body: Callable[[Warpgroup, Mapping[str, Any]], None],
     operands: Mapping[str, jax.Array],
@@ -369,6 +393,7 @@ def run(
     cost: KernelCost,
     name: str,
     counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    zeroed: Collection[str] = (),
     exact: bool = False,
 ) -> list[jax.Array]:
     """Run a kernel; return its outputs.
@@ -378,7 +403,8 @@ def run(
       grid: axes and their sizes; the first is the one along which blocks start one after another.
       shared: arrays and barriers of each block.
       cost: of the whole call; jaxlm counts it.
-      counters: shapes of counters that all blocks share, which start at 0; see `tma_add_in_order`.
+      counters: shapes of counters that all blocks share, which start at 0; see `AddingTurn`.
+      zeroed: the outputs that start at zero, where they may; see `tma_add`. All others hold anything at first.
       exact: whether exponentials, tanh and quotients are right to the last places of float32, not approximate.
 
     Inside `interpreted` it runs as plain JAX instead, on any platform.
@@ -395,12 +421,22 @@ def run(
         )
     warpgroup = Warpgroup(interpret, grid)
     varying = jax.typeof(next(iter(operands.values()))).manual_axis_type
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs.values()]
+    shapes = {
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)
+        for key, x in sorted(outputs.items(), key=lambda item: item[0] not in zeroed)
+    }
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: jax.Array) -> list[jax.Array]:
         def kernel(*refs: Any) -> None:
-            held = dict(zip((*names, *outputs), refs, strict=True))
+            held = dict(zip((*names, *shapes), refs, strict=True))
+            if interpret:  # the interpreter has no references; it runs blocks one after another
+
+                @pl.when((jax.lax.axis_index(_PREFIX + _BLOCK) == 0) & (warpgroup.index() == 0))
+                def _() -> None:
+                    for key in zeroed:
+                        held[key][...] = jnp.zeros(held[key].shape, held[key].dtype)
+
             for key, shape in counters.items():
                 held[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
             pl.run_scoped(
@@ -409,22 +445,25 @@ def run(
                 collective_axes=_PREFIX + _WARPGROUP,
             )
 
-        return call_warpgroups(
+        results = call_warpgroups(
             kernel,
             arrays,
-            shapes,
+            list(shapes.values()),
+            zeroed=0 if interpret else len(zeroed),
             blocks=(_PREFIX + _BLOCK, math.prod(grid.values())),
             warpgroups=(_PREFIX + _WARPGROUP, warpgroups),
             cost=cost,
             name=name,
             exact=exact,
         )
+        by_name = dict(zip(shapes, results, strict=True))
+        return [by_name[key] for key in outputs]
 
     @call.def_vmap
     def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
         """Map over one more axis of the grid."""
         if size == 0:
-            return [jnp.zeros((0, *x.shape), x.dtype) for x in shapes], [True] * len(shapes)
+            return [jnp.zeros((0, *x.shape), x.dtype) for x in outputs.values()], [True] * len(outputs)
         axis = f"{_LANES}{len(grid)}"
         many = {key for key, has in zip(names, in_batched, strict=True) if has} | {*outputs, *counters}
 
@@ -440,6 +479,7 @@ def run(
             warpgroups=warpgroups,
             shared=shared,
             counters={key: (size, *shape) for key, shape in counters.items()},
+            zeroed=zeroed,
             cost=KernelCost(*(size * part for part in cost)),
             name=name,
             exact=exact,

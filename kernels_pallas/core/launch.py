@@ -185,6 +185,7 @@ def call_warpgroups(
     *,
     blocks: tuple[str, int],
     warpgroups: tuple[str, int],
+    zeroed: int,
     cost: KernelCost,
     name: str,
     exact: bool,
@@ -192,6 +193,7 @@ def call_warpgroups(
     """Run a Mosaic GPU kernel; return its outputs. The callers are kernels of `hopper.py`.
 
     Args:
+      zeroed: how many of the outputs, from the first on, start at zero.
       blocks, warpgroups: axis name and size of the grid, and of the warpgroups of each block.
       cost: of the whole call.
       exact: see `hopper.run`.
@@ -205,7 +207,7 @@ def call_warpgroups(
     mode = interpretation.current()
     call = pl.kernel(
         kernel,
-        outputs,
+        outputs[zeroed:],
         mesh=plgpu.Mesh(
             grid=(grid,),
             grid_names=(block_axis,),
@@ -221,7 +223,15 @@ def call_warpgroups(
         name=name,
         interpret=InterpretGPUParams(**dict(mode.emulator)) if mode else False,
     )
-    return call(*operands)
+    if not zeroed:
+        return call(*operands)
+
+    def run(refs: list) -> None:
+        results = call(*operands, *refs[:zeroed])  # references become arrays that are both operands and results
+        for ref, result in zip(refs[zeroed:], results, strict=True):
+            ref[...] = result
+
+    return pl.run_state(run)([jnp.zeros(x.shape, x.dtype) for x in outputs])
 
 
 def _estimate(cost: KernelCost) -> pl.CostEstimate:

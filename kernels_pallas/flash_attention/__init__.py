@@ -105,7 +105,8 @@ def flash_attention(
       documents: a promise, with T = S, that `key_range` is the causal mask of rows of at most so many documents, which
         tile each row. It masks nothing: implementation="cudnn" finds the documents by it, and gives NaN for a row that
         breaks it.
-      deterministic: gradients of two runs are bit-equal. Only without this promise is "cudnn" differentiated.
+      deterministic: gradients of two runs are bit-equal. Only without this promise is "cudnn" differentiated, and
+        does "mosaic_gpu" add the gradient of a query in any order.
       implementation: "reference", "xla", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses by the shape and
         the chip being lowered for: the fastest where they were measured, of a forward pass alone or, where the call is
         differentiated, of both passes (`kernels_pallas.core.measured`). "xla" has neither sinks, bias, unions, chunks
@@ -125,8 +126,8 @@ def flash_attention(
     checks.boolean("flash_attention", return_log_sum_exp=return_log_sum_exp)
     _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk, documents)
     arrays: tuple = query, key, value, sinks, bias
-    options = _Options(is_causal, scale, soft_cap, query_chunk, return_log_sum_exp, documents)
-    forward, training = _routes(implementation, options, deterministic, key_range, *arrays)
+    options = _Options(is_causal, scale, soft_cap, query_chunk, return_log_sum_exp, documents, deterministic)
+    forward, training = _routes(implementation, options, key_range, *arrays)
     if forward == training:
         return _attend_by(forward, options, key_range, *arrays)
     if not any(isinstance(x, jax.core.Tracer) for x in key_range or ()):
@@ -144,6 +145,7 @@ class _Options(NamedTuple):
     query_chunk: int | None
     return_log_sum_exp: bool
     documents: int | None
+    deterministic: bool
 
 
 class _Route(NamedTuple):
@@ -158,11 +160,11 @@ class _Route(NamedTuple):
 
 
 def _routes(
-    implementation: str | None, options: _Options, deterministic: bool, key_range: Any, query, key, value, sinks, bias
+    implementation: str | None, options: _Options, key_range: Any, query, key, value, sinks, bias
 ) -> tuple[_Route, _Route]:
     """Return how a call runs forward alone, and how it runs where it is differentiated."""
     operands = Operands(query, key, value, None, None, sinks, bias)
-    soft_cap, log_sum_exp = options.soft_cap, options.return_log_sum_exp
+    soft_cap, log_sum_exp, deterministic = options.soft_cap, options.return_log_sum_exp, options.deterministic
     named = requested(implementation) is not None
 
     def by_cudnn(chip: Any) -> str | None:
@@ -199,7 +201,7 @@ def _routes(
 
 def _attend_by(route: _Route, options: _Options, key_range: Any, query, key, value, sinks, bias) -> Any:
     """Return attention by one implementation."""
-    is_causal, scale, soft_cap, query_chunk, return_log_sum_exp, documents = options
+    is_causal, scale, soft_cap, query_chunk, return_log_sum_exp, documents, deterministic = options
     name = route.implementation
     if route.refused is not None:
         raise NotImplementedError(f"flash_attention: {name} cannot serve this call: {route.refused}")
@@ -216,12 +218,17 @@ def _attend_by(route: _Route, options: _Options, key_range: Any, query, key, val
     operands = Operands(query, key, value, None, None, sinks, bias)
     if name == "cudnn":
         return cudnn.flash_attention(operands, key_range, scale, documents)
-    out, log_sum_exp = _by_kernels(name, operands, key_range, scale, soft_cap)
+    out, log_sum_exp = _by_kernels(name, operands, key_range, scale, soft_cap, deterministic)
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
 
 def _by_kernels(
-    implementation: str, operands: Operands, key_range: Any, scale: float, soft_cap: float | None
+    implementation: str,
+    operands: Operands,
+    key_range: Any,
+    scale: float,
+    soft_cap: float | None,
+    deterministic: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, T, N, V] and log-sum-exp [B, N, T] by one of KERNELS."""
     start, end = clipped(key_range, *operands.query.shape[:2], operands.key.shape[1])
@@ -231,7 +238,9 @@ def _by_kernels(
     if array_module(*operands[3:5]) is np:
         known = itertools.starmap(KeyRange, zip(*operands[3:5], strict=True))
         operands = operands._replace(start=None, end=None)
-    settings = tuple(FlashSettings(scale, soft_cap, *each, implementation) for each in zip(seen, known, strict=True))
+    settings = tuple(
+        FlashSettings(scale, soft_cap, *each, implementation, deterministic) for each in zip(seen, known, strict=True)
+    )
     return _attend(settings, Operands(*vary(*operands)))
 
 
@@ -267,10 +276,10 @@ def kernel_of(
     return pick.name if pick.name in names else None
 
 
-def has_one_backward_kernel(implementation: str | None, query: Any, key: Any, value: Any) -> bool:
+def has_one_backward_kernel(implementation: str | None, query: Any, key: Any, value: Any, bias: Any = None) -> bool:
     """Return whether an implementation computes all gradients in one kernel, from scores that it computes once."""
     if implementation == "mosaic_gpu":
-        return mosaic_gpu_backward.serves(Operands(query, key, value, None, None, None, None))
+        return mosaic_gpu_backward.serves(Operands(query, key, value, None, None, None, bias))
     return implementation != "triton"
 
 
@@ -295,7 +304,7 @@ def costs(
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
     calls = Operands(query, key, value, rows, rows, sinks, bias).by_interval()
     d_query_dtype = None
-    if has_one_backward_kernel(implementation, query, key, value):
+    if has_one_backward_kernel(implementation, query, key, value, bias):
         d_query_dtype = query.dtype if implementation == "mosaic_tpu" else jnp.dtype(jnp.float32)
     each = [call.costs(scores, d_query_dtype) for call, scores in zip(calls, seen, strict=True)]
     return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))

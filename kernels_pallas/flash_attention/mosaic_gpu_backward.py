@@ -2,8 +2,8 @@
 products. One warpgroup loads blocks and two compute.
 
 A block of the grid has 128 keys, whose gradients it accumulates in registers, and loops over the queries that attend to
-them. It adds its part of the query gradient to global memory once the blocks before it have: the kernel is
-deterministic. All blocks go from the last queries to the first, and through all heads of some queries before the next
+them. It adds its part of the query gradient to global memory: to be deterministic, once the blocks before it have; else
+in any order. All blocks go from the last queries to the first, and through all heads of some queries before the next
 queries, so that each block follows directly after another.
 
 Supported are keys of width 128 with values up to that, and 64 with 64, except with a float32 bias for each query, for
@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import hopper
-from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
+from kernels_pallas.core.hopper import ROWS, AddingTurn, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention import triton
 from kernels_pallas.flash_attention.blocks import BlockRanges, add_order, key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
@@ -111,6 +111,7 @@ def backward(
         return triton.backward(settings, operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
     dtype, queries = operands.query.dtype, _QUERIES[H]
+    in_order = settings.deterministic or not hopper.may_be_zeroed(operands.query)
     keys = _keys(operands)
     rows, columns = pl.cdiv(T, queries), pl.cdiv(S, keys)
     shares = operands.shares(columns * K * B)
@@ -150,12 +151,15 @@ def backward(
             n, i = at(step)
             d_query = ref["d_query"].at[b, pl.ds(i * queries, queries), n]
             warpgroup.wait(ref["d_query_ready"].at[0])
-            warpgroup.tma_add_in_order(
+            turn = None
+            if in_order:
+                order = ref["add_order"][b if ref["add_order"].shape[0] > 1 else 0, column, i]
+                turn = AddingTurn(ref["counters"].at[b, n, i], order)
+            warpgroup.tma_add(
                 [(ref["d_query_tile"].at[w], d_query.at[half(w)]) for w in range(TWO_CONSUMERS.count)],
-                ref["counters"].at[b, n, i],
-                ref["add_order"][b if ref["add_order"].shape[0] > 1 else 0, column, i],
                 lambda: warpgroup.arrive(ref["d_query_free"].at[0]),
                 meanwhile,
+                turn,
             )
 
         def d_scores_of(step: jax.Array) -> Any:
@@ -349,8 +353,8 @@ def backward(
             "sums": stacked(log_sum_exp, delta),
             "d_out": padded(d_out, queries),
             "ranges": ranges.stacked(B),
-            "add_order": add_order(ranges, rows),
         }
+        | ({"add_order": add_order(ranges, rows)} if in_order else {})
         | ({} if bias is None else {"bias": bias_of(operands, queries, keys)}),
         {
             "d_query": jax.ShapeDtypeStruct((B, rows * queries, N, H), jnp.float32),
@@ -368,7 +372,7 @@ def backward(
             "d_query_free": Barriers(1),
         }
         | ({"weights_ready": Barriers(1)} if _by_roles(operands) else {}),
-        counters={"counters": (B, N, rows)},
+        **({"counters": {"counters": (B, N, rows)}} if in_order else {"zeroed": ("d_query",)}),
         cost=operands.backward_cost(settings.unmasked_scores),
         name="flash_attention_gradients",
     )

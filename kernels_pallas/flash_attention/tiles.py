@@ -26,7 +26,7 @@ class FlashSettings:
     """The static settings of a call.
 
     They say how scores are computed, how many are unmasked per head, which ones (numpy arrays [B, T], where known while
-    tracing), and which kernel runs.
+    tracing), which kernel runs, and whether gradients are bit-equal in each run.
     """
 
     scale: float
@@ -34,12 +34,13 @@ class FlashSettings:
     unmasked_scores: int
     key_range: KeyRange | None
     implementation: str
+    deterministic: bool = True
 
     @functools.cached_property
     def _all(self) -> tuple:
         """All fields in hashable form: numpy arrays are compared by content."""
         held = () if self.key_range is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.key_range)
-        return (self.scale, self.soft_cap, self.unmasked_scores, held, self.implementation)
+        return (self.scale, self.soft_cap, self.unmasked_scores, held, self.implementation, self.deterministic)
 
     def __hash__(self) -> int:
         return hash(self._all)

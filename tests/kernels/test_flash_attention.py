@@ -163,6 +163,19 @@ def test_costs_count_unmasked_scores():
     )
 
 
+def test_costs_count_five_products_where_one_kernel_computes_the_gradients_and_else_seven():
+    """Of Hopper's kernels, one serves width 256 without a bias; with one, Triton's two kernels run."""
+    x = jax.ShapeDtypeStruct((1, 64, 2, 256), jnp.bfloat16)
+
+    def products(**how):
+        return costs(x, x, x, **how).backward.flops // (2 * 256 * 64 * 64 * 2)
+
+    assert products(implementation="mosaic_gpu") == 5 and products(implementation="triton") == 7
+    for rows in (1, 64):
+        bias = jax.ShapeDtypeStruct((1, 1, rows, 64), jnp.bfloat16)
+        assert products(implementation="mosaic_gpu", bias=bias) == 7
+
+
 @EACH
 @interpreted()
 def test_what_is_kept_by_its_name_is_not_computed_again(implementation):

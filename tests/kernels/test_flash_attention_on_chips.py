@@ -285,8 +285,8 @@ def test_the_tpu_kernels_transpose_no_tile_of_scores():
     assert set(made) == {"64,128"}
 
 
-def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
-    """Return the number of Mosaic GPU kernels in a loss with its gradient, lowered for an H200."""
+def _hopper_loss(widths=(64, 64), around=lambda loss: loss, **how):
+    """Trace a loss with its gradient for an H200."""
     mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=H200)
     arrays = [
         jax.ShapeDtypeStruct((1, 300, heads, width), jnp.float16)
@@ -294,12 +294,23 @@ def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
     ]
 
     def loss(arrays):
-        out = flash_attention(*arrays, key_range=causal(300), implementation="mosaic_gpu", soft_cap=9.0)
+        out = flash_attention(*arrays, key_range=causal(300), implementation="mosaic_gpu", soft_cap=9.0, **how)
         return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(jax.value_and_grad(around(loss))).trace(arrays)
-        return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2")
+        return jax.jit(jax.value_and_grad(around(loss))).trace(arrays)
+
+
+def _hopper_calls(*where, **how):
+    """Return the number of Mosaic GPU kernels that `_hopper_loss` launches."""
+    mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=H200)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return _hopper_loss(*where, **how).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2")
+
+
+def test_blocks_wait_for_their_turn_to_add_unless_gradients_may_vary():
+    waits = [str(_hopper_loss(**how).jaxpr).count("semaphore_wait") for how in ({}, {"deterministic": False})]
+    assert waits == [1, 0] and _hopper_calls(deterministic=False) == 2
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,9 @@ class Copies:
 
         def write(threads: np.ndarray) -> None:
             if add:
-                with np.errstate(all="ignore"):
-                    words.view(np.float32)[...] += blocks.arrays.load(addresses, word, 1, block).view(np.float32)
-            blocks.arrays.store(addresses, words, block)
+                blocks.arrays.add(addresses, words[0].view(np.float32), block)
+            else:
+                blocks.arrays.store(addresses, words, block)
 
         self._reads.begin(only, read)
         self._writes.begin(only, write)

@@ -35,21 +35,38 @@ def _emulated(make, mesh):
         call = make(*arguments, **options)
 
         def run(*operands):
+            sums = [x for x in operands if isinstance(jax.typeof(x), jax.ref.AbstractRef)]  # the last
+            operands = [*operands[: len(operands) - len(sums)], *(x[...] for x in sums)]
             structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
             precision = jax.config.jax_default_matmul_precision
             # In a thread of its own, because there nothing is being traced.
             with ThreadPoolExecutor(1) as thread:
-                compiled = thread.submit(_compiled, mesh, precision, call, structs).result()
+                compiled = thread.submit(_compiled, mesh, precision, _pure(call, len(sums)), structs).result()
             late = itertools.cycle([True, False])
 
             def emulate(*operands):
                 return compiled.run(*operands, late=next(late))
 
-            return jax.pure_callback(emulate, list(compiled.results), *operands, vmap_method="sequential")
+            results = jax.pure_callback(emulate, list(compiled.results), *operands, vmap_method="sequential")
+            for ref, total in zip(sums, results[len(results) - len(sums) :], strict=True):
+                ref[...] = total
+            return results[: len(results) - len(sums)]
 
         return run
 
     return make_emulated
+
+
+def _pure(call, sums):
+    """Return a call as a function of arrays whose last `sums` operands, references, become its last results."""
+    if not sums:
+        return call
+
+    def run(*operands):
+        refs = [jax.new_ref(x) for x in operands[len(operands) - sums :]]
+        return [*call(*operands[: len(operands) - sums], *refs), *map(jax.freeze, refs)]
+
+    return run
 
 
 def _compiled(mesh, precision, call, structs):

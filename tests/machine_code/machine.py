@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ def run(
     parameters: Sequence[int | Mapping[int, TensorMap]] | None = None,
     late: bool = True,
     counters: int = 0,
+    sums: Mapping[int, int] = MappingProxyType({}),
 ) -> list[np.ndarray]:
     """Run a kernel of PTX and return its results.
 
@@ -44,12 +46,14 @@ def run(
         copies arrive at once and the last warpgroup runs first. A correct kernel gives the same results either way.
       counters: how many of the last operands are counters, by which blocks signal to one another. Unless `late`, the
         blocks of such a kernel run one after another: none may wait for one that starts later.
+      sums: results to which blocks may add in any order, by index, with the index of the operand whose values each
+        starts with; see `DeviceMemory`.
 
     Raises EmulationError where an access leaves an array, where a block reads or writes what another wrote without
     synchronization, where memory is not aligned, and on deadlock; NotImplementedError for what is not emulated.
     """
     empty = [np.empty(x.shape, x.dtype) for x in results]
-    arrays = DeviceMemory([*map(np.asarray, operands), *empty], len(empty), counters)
+    arrays = DeviceMemory([*map(np.asarray, operands), *empty], len(empty), counters, sums)
     if parameters is None:
         parameters = range(len(operands) + len(empty))
     count, threads = int(np.prod(grid)), int(np.prod(kernel.threads))

@@ -6,12 +6,14 @@ grid writes without synchronization.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 _SPACE = 40  # bits of an offset; above them the number of the array, from 1
 _NOBODY = np.int64(-1)
+_SEVERAL = np.iinfo(np.int64).max  # blocks that added and do not know of each other: no block knows of this one
 _TIME = 20  # bits of the time of a write, in counter increments of its block; above them the block's number
 
 FIRST_ARRAY = 1 << _SPACE  # addresses below are in shared memory
@@ -24,13 +26,23 @@ class AccessError(RuntimeError):
 class DeviceMemory:
     """Device memory: the operands and results of a kernel, each in an address space of its own.
 
-    Operands are copied; results are initially bytes 0xFF, NaN in floating point. Blocks signal to one another by
-    counters: a block that reads one and acquires knows everything that the others had written or known before they
-    counted.
+    Operands are copied; results are initially bytes 0xFF, NaN in floating point, except sums, which start as an operand
+    is. Blocks signal to one another by counters: a block that reads one and acquires knows everything that the others
+    had written or known before they counted. They may add to a sum without that, and only add: a block that reads or
+    writes it must know of all additions.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], written: int, counters: int = 0):
-        """Hold arrays, the last `written` of which are results, with `counters` arrays of counters before them."""
+    def __init__(
+        self,
+        arrays: Sequence[np.ndarray],
+        written: int,
+        counters: int = 0,
+        sums: Mapping[int, int] = MappingProxyType({}),
+    ):
+        """Hold arrays, the last `written` of which are results, with `counters` arrays of counters before them.
+
+        sums: indices of results that are sums, with those of the operands that they start as.
+        """
         self._sizes = [array.nbytes for array in arrays]
         self._read_only = len(arrays) - written
         self._counters = range(self._read_only - counters, self._read_only)
@@ -46,6 +58,10 @@ class DeviceMemory:
             held[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         # The block that wrote each byte of a result, and the time.
         self._writers = [np.full(held.size, _NOBODY) for held in self._bytes[self._read_only :]]
+        # By sum, the block that last added to each byte, and the time.
+        self._adders = {self._read_only + i: np.full(self._bytes[self._read_only + i].size, _NOBODY) for i in sums}
+        for result, operand in sums.items():
+            self._bytes[self._read_only + result][...] = self._bytes[operand]
         self._like = [(array.shape, array.dtype) for array in arrays]
         self.addresses = [np.uint64(i + 1 << _SPACE) for i in range(len(arrays))]
 
@@ -63,8 +79,7 @@ class DeviceMemory:
                 raise AccessError(f"reads a counter, {self._name(array)}, with a plain load")
             index = offsets // word + np.arange(count)[:, None]
             if array >= self._read_only:
-                writers = self._writers[array - self._read_only].reshape(-1, word)[index]
-                if self._unknown(writers, blocks[chosen][:, None]):
+                if any(self._unknown(marks[index], blocks[chosen][:, None]) for marks in self._marks(array, word)):
                     raise AccessError(f"reads what another block wrote to {self._name(array)}")
             result[:, chosen] = self._bytes[array].view(f"u{word}")[index]
         return result
@@ -76,12 +91,38 @@ class DeviceMemory:
             if array < self._read_only:
                 raise AccessError(f"writes to {self._name(array)}")
             index = offsets // word + np.arange(count)[:, None]
-            writers, own = self._writers[array - self._read_only].reshape(-1, word), blocks[chosen][:, None]
-            before, now = writers[index], self._now(own)
+            (writers, *adders), own = self._marks(array, word), blocks[chosen][:, None]
+            before, now = [writers[index], *(marks[index] for marks in adders)], self._now(own)
             writers[index] = now
-            if self._unknown(before, own) or np.any(writers[index] != now):
+            if any(self._unknown(marks, own) for marks in before) or np.any(writers[index] != now):
                 raise AccessError(f"two blocks write to the same place of {self._name(array)}")
             self._bytes[array].view(f"u{word}")[index] = values[:, chosen]
+
+    def add(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray) -> None:
+        """Add a float32 at each address for threads of `blocks`; addresses are distinct.
+
+        Additions to a sum commute: only to other arrays must a block know of additions before its own.
+        """
+        for array, chosen, offsets in self._located(addresses, 4):
+            some, own = addresses[chosen], blocks[chosen]
+            if array not in self._adders:
+                with np.errstate(all="ignore"):
+                    total = self.load(some, 4, 1, own).view(np.float32) + values[chosen]
+                self.store(some, total.view(np.uint32), own)
+                continue
+            index, (writers, adders), own = offsets // 4, self._marks(array, 4), own[:, None]
+            if self._unknown(writers[index], own):
+                raise AccessError(f"adds to what another block wrote to {self._name(array)}")
+            adders[index] = np.where(self._not_known(adders[index], own), _SEVERAL, self._now(own))
+            with np.errstate(all="ignore"):
+                self._bytes[array].view(np.float32)[index] += values[chosen]
+
+    def _marks(self, array: int, word: int) -> list[np.ndarray]:
+        """Return the marks of the last writes to a result, and of the last additions to a sum: [words, word]."""
+        marks = [self._writers[array - self._read_only]]
+        if array in self._adders:
+            marks.append(self._adders[array])
+        return [each.reshape(-1, word) for each in marks]
 
     def _now(self, blocks: np.ndarray) -> np.ndarray:
         """Return the marks of writes by these blocks now: block and time."""
@@ -91,14 +132,19 @@ class DeviceMemory:
 
     def _unknown(self, writers: np.ndarray, own: np.ndarray) -> bool:
         """Return whether any write is another block's that the accessing block does not know of."""
+        return bool(self._not_known(writers, own).any())
+
+    def _not_known(self, writers: np.ndarray, own: np.ndarray) -> np.ndarray:
+        """Return which writes are another block's that the accessing block does not know of."""
         others = (writers != _NOBODY) & (writers >> _TIME != own)
-        if not others.any():
-            return False
-        pairs = np.stack([np.broadcast_to(own, others.shape)[others], writers[others]])
-        return any(
-            self._known[block].get(writer >> _TIME, -1) < writer % (1 << _TIME)
-            for block, writer in np.unique(pairs, axis=1).T.tolist()
-        )
+        if others.any():
+            pairs = np.stack([np.broadcast_to(own, others.shape)[others], writers[others]])
+            each, index = np.unique(pairs, axis=1, return_inverse=True)
+            unknown = [
+                self._known[block].get(writer >> _TIME, -1) < writer % (1 << _TIME) for block, writer in each.T.tolist()
+            ]
+            others[others] = np.array(unknown)[index.reshape(-1)]
+        return others
 
     # Counters, 4 bytes each.
 

@@ -4,6 +4,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ class KernelCall(NamedTuple):
       results: shapes and dtypes.
       parameters: see `machine.run`.
       counters: number of counters that its blocks share, initially 0.
+      sums: see `machine.run`.
     """
 
     kernel: ptx.PtxKernel
@@ -32,13 +34,21 @@ class KernelCall(NamedTuple):
     results: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[int | Mapping[int, TensorMap], ...] | None = None
     counters: int = 0
+    sums: Mapping[int, int] = MappingProxyType({})
 
     def run(self, *operands: Any, late: bool = True) -> list[np.ndarray]:
         """Run the kernel and return its results; raises what `machine.run` does."""
         if self.counters:
             operands = (*operands, np.zeros(self.counters, np.int32))
         return machine.run(
-            self.kernel, self.grid, operands, self.results, self.parameters, late, counters=int(self.counters > 0)
+            self.kernel,
+            self.grid,
+            operands,
+            self.results,
+            self.parameters,
+            late,
+            counters=int(self.counters > 0),
+            sums=self.sums,
         )
 
 
@@ -105,15 +115,35 @@ def _compile(lowered: jax.stages.Lowered, counters: int) -> KernelCall:
         count = [jax.ShapeDtypeStruct((counters,), np.int32)] if counters else []
         passed = [*operands, *count, *results, *count]
         grid, parameters = _launch(logs[0], [x.dtype for x in passed])
-        if counters:  # both an operand and a result, in one buffer
-            parameters = tuple(len(operands) if x == len(passed) - 1 else x for x in parameters)
-        return KernelCall(kernel, grid, results, parameters, counters)
+        aliases = _aliases(lowered.as_text())  # both an operand and a result, in one buffer
+        sums = {result: operand for operand, result in aliases.items() if operand < len(operands)}
+        buffers = {operand: len(operands) + len(count) + result for result, operand in sums.items()}
+        if counters:
+            buffers[len(passed) - 1] = len(operands)
+        return KernelCall(kernel, grid, results, _with_buffers(parameters, buffers), counters, sums)
     launch = _TRITON.search(lowered.as_text())
     if launch is None:
         raise RuntimeError("Mosaic GPU compiled this kernel earlier in this process and wrote nothing now")
     *grid, name = launch.groups()
     (kernel,) = (kernel for kernel in kernels if kernel.name == name)
     return KernelCall(kernel, tuple(map(int, grid)), results)
+
+
+def _aliases(text: str) -> dict[int, int]:
+    """Return the operands of the program's call that are also results, by index."""
+    pairs = re.findall(r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", text)
+    return {int(operand): int(result or 0) for result, operand in pairs}
+
+
+def _with_buffers(parameters: tuple, buffers: Mapping[int, int]) -> tuple:
+    """Return parameters of `_launch` with other indices of arrays."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {offset: known._replace(array=buffers.get(known.array, known.array)) for offset, known in x.items()}
+        return buffers.get(x, x)
+
+    return tuple(map(of, parameters))
 
 
 # Before this pass of Mosaic GPU, the host code of a launch is constants, pointers and tensor maps only.

@@ -93,10 +93,11 @@ ADD = """
 """
 
 
-def added(body):
+def added(body, blocks=3, **how):
     known = TensorMap(1, np.dtype(np.float32), (32,), (1,), (32,), 16)
     results = [np.zeros(32, np.float32), np.zeros(1)]
-    made, _ = run(body, np.zeros(1, np.int32), results=results, blocks=3, counters=1, parameters=[0, 1, {0: known}])
+    how = dict(counters=1, parameters=[0, 1, {0: known}]) | how
+    made, _ = run(body, np.zeros(32, np.int32), results=results, blocks=blocks, **how)
     return made
 
 
@@ -109,3 +110,36 @@ def test_waiting_for_reads_of_the_copy_engine_is_not_enough():
         added(WAIT + ADD.replace("wait_group 0", "wait_group.read 0") + COUNT)
     with pytest.raises(EmulationError, match="exits before a copy by the engine completes"):
         added(WAIT + ADD.replace("cp.async.bulk.wait_group 0;", "") + COUNT)
+
+
+# Each block adds without waiting for another.
+ANYHOW = "mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r0, 0;" + ADD.replace(
+    "setp.eq.u32 %p3, %r1, 0;", "setp.eq.u32 %p3, 1, 0;"
+)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_blocks_add_to_a_sum_in_any_order(late):
+    made = added(ANYHOW, 260, counters=0, sums={0: 0}, late=late)
+    np.testing.assert_array_equal(made, 260 * np.arange(32))
+
+
+@pytest.mark.parametrize(
+    "body, problem, sums",
+    [
+        (ANYHOW, "reads what another block wrote to result 0", {}),  # it is no sum
+        (ADD.replace("setp.eq.u32 %p3, %r1, 0;", "setp.eq.u32 %p3, %r1, %r1;"), "two blocks write", {0: 0}),
+        (ANYHOW + "@%p1 ld.global.b32 %r3, [%rd1];", "reads what another block wrote to result 0", {0: 0}),
+        (ANYHOW + "@%p1 st.global.b32 [%rd1], %r0;", "two blocks write to the same place of result 0", {0: 0}),
+        (
+            "setp.eq.u32 %p7, %r1, 0; and.pred %p7, %p7, %p1; @%p7 st.global.b32 [%rd1], %r0; bar.sync 0;" + ANYHOW,
+            "adds to what another block wrote to result 0",
+            {0: 0},
+        ),
+    ],
+    ids=["to no sum", "copies", "and reads", "and writes", "after a write"],
+)
+def test_whatever_else_blocks_do_to_a_sum_is_found(body, problem, sums):
+    begin = "mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r0, 0;"
+    with pytest.raises(EmulationError, match=problem):
+        added(begin + body, counters=0, sums=sums)

@@ -261,3 +261,17 @@ def test_bundles_of_attention_on_tpus_are_of_the_blocks_that_it_takes():
             assert rows[name]["blocks"] == list(getattr(mosaic_tpu._DEFAULT, variant.kernel))
     gradients = rows["v5p, gradients, default"]["bundles_of_a_head"]
     assert gradients <= 0.7 * tpu_attention.BEFORE["v5p, gradients"]
+
+
+def test_the_price_of_ordered_additions_is_that_of_the_schedule():
+    """After a change of the kernel: python benchmarks/addition_order.py"""
+    import addition_order
+
+    recorded = json.loads((addition_order.results.FOLDER / "compiled" / "addition_order.json").read_text())
+    (row,) = (row for row in recorded["grid"] if row["steps of an addition"] == 1.0)
+    for name, in_order in (("in order", True), ("in any order", False)):
+        assert addition_order.grid_steps(1.0, in_order) == row[name]
+    for release, counts in recorded["producer"]["in any order"].items():
+        ordered = recorded["producer"]["in order"][release]
+        assert counts["polls of a counter"] == counts["additions to a counter"] == 0 < ordered["polls of a counter"]
+        assert counts["instructions"] < ordered["instructions"]

@@ -35,7 +35,8 @@ class ExecutionConfig(Section):
     """Run the kernels of kernels_pallas on GPUs and TPUs ("auto"), or leave everything to XLA."""
     deterministic: bool = True
     """Let "auto" train with kernels alone whose gradients are bit-equal in each run. Without it attention on a GPU may
-    be cuDNN's, where it was measured to be faster and the mask allows it."""
+    be cuDNN's, where it was measured to be faster and the mask allows it, and Mosaic GPU's kernels add the gradient of
+    a query in any order."""
     remat: Remat = "none"
     """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
     activations named, such as ["query", "up"]."""

@@ -429,18 +429,18 @@ def run(
     @jax.custom_batching.custom_vmap
     def call(*arrays: jax.Array) -> list[jax.Array]:
         def kernel(*refs: Any) -> None:
-            held = dict(zip((*names, *shapes), refs, strict=True))
+            named = dict(zip((*names, *shapes), refs, strict=True))
             if interpret:  # the interpreter has no references; it runs blocks one after another
 
                 @pl.when((jax.lax.axis_index(_PREFIX + _BLOCK) == 0) & (warpgroup.index() == 0))
                 def _() -> None:
                     for key in zeroed:
-                        held[key][...] = jnp.zeros(held[key].shape, held[key].dtype)
+                        named[key][...] = jnp.zeros(named[key].shape, named[key].dtype)
 
             for key, shape in counters.items():
-                held[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+                named[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
             pl.run_scoped(
-                lambda **buffers: body(warpgroup, held | buffers),
+                lambda **buffers: body(warpgroup, named | buffers),
                 **{key: _allocation(buffer, interpret) for key, buffer in shared.items()},
                 collective_axes=_PREFIX + _WARPGROUP,
             )

@@ -164,7 +164,7 @@ def test_costs_count_unmasked_scores():
 
 
 def test_costs_count_five_products_where_one_kernel_computes_the_gradients_and_else_seven():
-    """Of Hopper's kernels, one serves width 256 without a bias; with one, Triton's two kernels run."""
+    """On Hopper one kernel serves width 256 without a bias; with one, Triton's two kernels run."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 256), jnp.bfloat16)
 
     def products(**how):

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.units import GIB, gib
+from jaxlm.costs import layer_loops
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.counted.operations import Operation
@@ -56,7 +57,9 @@ class Point(NamedTuple):
 
 
 def points(work: Workload, chip: Chip) -> list[Point]:
-    """Return the scopes of a step, the longest first. Figures are those of one device with all of the chip's rates."""
+    """Return the scopes of a step on a chip, the longest first. Figures are those of one device with all of the chip's
+    rates."""
+    work = layer_loops.resolved(work.on(chip), chip.device_capacity())
     scopes: dict[str, list[Operation]] = {}
     for op in operations.step(work):
         # One kernel computes both products, and only the first is counted with its traffic.

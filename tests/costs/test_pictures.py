@@ -44,12 +44,14 @@ def test_points_are_the_whole_step(kind, chip):
     target = Target.parse(chip)
     work = llama(kind, layout=Layout(fsdp=target.devices), optimizer="muon")
     found = pictures.points(work, target.chip)
-    assert {point.scope for point in found} == {op.scope for op in operations.step(work)}
-    assert sum(point.flops for point in found) == sum(op.times * op.flops for op in operations.step(work))
+    planned = plan(work, target)
+    steps = operations.step(planned.work)
+    assert {point.scope for point in found} == {op.scope for op in steps}
+    assert sum(point.flops for point in found) == sum(op.times * op.flops for op in steps)
     assert sum(point.share for point in found) == pytest.approx(1.0)
     times = [point.seconds for point in found]
     assert times == sorted(times, reverse=True)
-    bounds = plan(work, target).time
+    bounds = planned.time
     assert bounds.lower_bound == pytest.approx(max(sum(times) * target.chip.devices_per_chip, bounds.collectives))
     roof = target.chip.peak(work.dtype)
     assert all(p.flops_per_s <= min(roof, target.chip.memory_bytes_per_s * p.intensity) * 1.001 for p in found)

@@ -19,8 +19,8 @@ from jaxlm.parallel.layout import Layout
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 MODEL = ModelConfig(**tomllib.loads((MODELS / "llama3.1-8b.toml").read_text())["model"])
-WORK = workload("train", MODEL, batch=32, sequence=4096, layout=Layout(fsdp=8), kernels="xla")
 TARGET = Target.parse("h200-sxm:8")
+WORK = workload("train", MODEL, batch=32, sequence=4096, layout=Layout(fsdp=8), kernels="xla").on(TARGET.chip)
 
 
 @pytest.mark.parametrize("truth", [0.5, 0.8, 1.0, 1.3, 2.0])

@@ -33,7 +33,8 @@ SPILLED = {
     ),
     ("flash_attention_gradients_mosaic_gpu_kernel", "H100"): (
         {"13.0": 192, "13.5": 192},
-        "two warpgroups hold gradients of 64 keys each, of 128 columns, and the tile of scores and of their gradients",
+        "two warpgroups hold gradients of 64 keys each, of 128 columns, and the tile of scores and of their gradients;"
+        " of 256 columns each holds one gradient, and the tile of scores and its half of the query gradient",
     ),
 }
 SPILLED_ELSEWHERE = 16

@@ -67,8 +67,8 @@ def test_the_activation_keeps_what_its_product_wrote():
     assert "bias_activation_backward" in jaxpr
 
 
-# GB of a step of GPT-2 355M, 16 × 1,024. XLA of JAX 0.10.2 moves 5 GB more than that of 0.11 and 0.12.
-MOST = {"gpt2-355m, written out": 141.5, "gpt2-355m, loop, named remat": 192.5}
+# GB of a step of GPT-2 355M, 16 × 1,024, as JAX 0.10.2 compiles it.
+MOST = {"gpt2-355m, written out": 138, "gpt2-355m, loop, named remat": 192.5}
 
 
 @pytest.mark.parametrize("name", MOST)
@@ -84,6 +84,5 @@ def test_a_compiled_step_moves_few_bytes(name, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import step_bytes
 
-    newer = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
     found = step_bytes.few_layers(step_bytes.CASES[name])
-    assert found["by_few"]["bytes"] < (MOST[name] - 4 * newer) * 1e9
+    assert found["by_few"]["bytes"] < MOST[name] * 1e9

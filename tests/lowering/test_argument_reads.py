@@ -180,8 +180,8 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips, kernels
     declared = workload("decode", model, 4, 384, layout=meshes.layout(1, 1, target.devices), page=128, kernels=kernels)
     said = sum(op.times * op.least_bytes for op in operations.step(declared) if op.scope.endswith(("scores", "pv")))
     moved = sum(kernel.count * kernel.bytes for kernel in launches)
-    if by_gather:  # scores and sums besides
-        assert said == 3 * 3 * 4 * sum(programs.page_bytes) and said < moved < 1.15 * said
+    if by_gather:  # pages are read, written and read; scores and sums besides
+        assert said == 3 * 4 * sum(programs.page_bytes) and 3 * said < moved < 1.15 * 3 * said
     else:
         assert moved - sum(programs.page_bytes) == pytest.approx(said, rel=0.01)
 

@@ -112,13 +112,13 @@ def _by_loops(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
 
 
 def _by_gather(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
-    """Declare XLA's gather of all pages, which are read, written and read again, seen or not."""
+    """Declare XLA's gather of all pages, seen or not: at the most they are read, written and read again."""
     products: list[DoorProduct] = []
     flops = workspace = 0
     for section in sections:
         page, pages = _page_cost(local, section), section.table * section.steps
         workspace = max(workspace, section.table * page.workspace)
-        least, most = 3 * page.least_bytes, page.most_bytes
+        least, most = page.least_bytes, page.most_bytes
         for (batch, *sizes), scope in zip(page.products, ("scores", "pv"), strict=True):
             product = Product(pages * batch, *sizes)
             products.append(DoorProduct(product, pages * least // 2, pages * (most - least) // 2, scope=scope))

@@ -14,6 +14,7 @@ from jaxlm import api, config
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
 from jaxlm.core.moved_keys import MOVED
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.runs.job_folder import JobFolder
 from jaxlm.training.changes import changed_keys
 
@@ -37,7 +38,7 @@ def as_earlier(values: dict) -> dict:
 def test_an_earlier_run_has_its_keys_where_they_moved_to(earlier):
     experiment = earlier.experiment()
     kept = {"dtype": "float32", "kernels": "xla", "remat": ("query", "up"), "scan_layers": False}
-    assert experiment.execution.model_dump() == kept
+    assert experiment.execution == ExecutionConfig(**kept)
     assert (experiment.inference.sequences, experiment.inference.length) == (64, 32)
     assert config.load(earlier.paths.directory) == config.load(earlier.paths.config) == experiment
     written = earlier.paths.directory / "written.toml"

@@ -88,9 +88,15 @@ def run(
             at, mask = pl.ds(i * blocks.rows, blocks.rows), mask_of(i)
             return tuple(launch.load(ref.at[at, :], mask) for ref in rows_in)
 
+        def scales() -> tuple:
+            return tuple(_wide(launch.load(ref, inside)) for ref in vectors_in)
+
+        # In whole rows their registers are better used by the next row; a block of columns has few of them, and Triton
+        # computes an activation twice where they are loaded in the loop.
+        kept = scales() if elementwise else None
+
         def one_block(i: jax.Array | int, values: tuple, totals: tuple) -> tuple:
-            constants = tuple(_wide(launch.load(ref, inside)) for ref in vectors_in)
-            results, added = step(inside, tuple(map(_wide, values)), constants)
+            results, added = step(inside, tuple(map(_wide, values)), scales() if kept is None else kept)
             for ref, result in zip(rows_out, results, strict=True):
                 launch.store(ref.at[pl.ds(i * blocks.rows, blocks.rows), :], result, mask_of(i))
             return tuple(total + more for total, more in zip(totals, added, strict=True))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _UNITS = {
     "peak_flops": "FLOP/s",
     "elementwise_flops": "FLOP/s",
+    "kernel_rates.product_flops": "FLOP/s",
     "bytes_per_s": "B/s",
     "bytes": "B",
     "_s": "s",

@@ -81,6 +81,27 @@ def vmem(shape: Sequence[int], dtype: Any) -> Any:
     return pltpu.VMEM(tuple(shape), dtype)
 
 
+def hbm() -> pl.BlockSpec:
+    """Return the spec of an operand of a Mosaic kernel that stays in HBM, whole; the kernel copies parts of it."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pl.BlockSpec(memory_space=pltpu.HBM)
+
+
+def copy_semaphores(shape: Sequence[int]) -> Any:
+    """Return scratch memory of a Mosaic kernel: semaphores that count the bytes which copies have brought."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.SemaphoreType.DMA(tuple(shape))
+
+
+def copy(source: Any, destination: Any, semaphore: Any) -> Any:
+    """Return a copy from one reference of a Mosaic kernel to another, with methods `start` and `wait`."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.make_async_copy(source, destination, semaphore)
+
+
 def load(ref: Any, mask: jax.Array | None = None, other: float = 0) -> jax.Array:
     """Load from a Triton kernel's reference, `other` where the mask is False: those elements are not read."""
     from jax.experimental.pallas import triton as pltriton

@@ -9,11 +9,16 @@ import numpy as np
 from kernels_pallas.core import checks, launch
 from kernels_pallas.core.choice import choose
 from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.paged_attention import reference, triton, xla
+from kernels_pallas.paged_attention import mosaic_tpu, reference, triton, xla
 
 __all__ = ["paged_attention"]
 
-_ATTEND = {"reference": reference.paged_attention, "triton": triton.paged_attention, "xla": xla.paged_attention}
+_ATTEND = {
+    "reference": reference.paged_attention,
+    "triton": triton.paged_attention,
+    "mosaic_tpu": mosaic_tpu.paged_attention,
+    "xla": xla.paged_attention,
+}
 
 
 def paged_attention(
@@ -44,9 +49,9 @@ def paged_attention(
         zeros.
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap.
-      implementation: "reference", "triton" or "xla"; None is "triton" on NVIDIA GPUs where it serves, and otherwise
-        "xla", which walks over the pages that a row sees and holds the scores of one page of each sequence; on the GPUs
-        of a mesh in context it gathers all pages of the table at once.
+      implementation: "reference", "triton", "mosaic_tpu" or "xla"; None is "triton" on NVIDIA GPUs and "mosaic_tpu" on
+        TPUs where they serve, and otherwise "xla", which walks over the pages that a row sees and holds the scores of
+        one page of each sequence; on the GPUs of a mesh in context it gathers all pages of the table at once.
 
     Returns [Q, T, N, V] in query's dtype. It has no derivative.
 
@@ -55,20 +60,26 @@ def paged_attention(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     _check(query, key, value, table, key_range)
-    reasons = {"triton": lambda _: triton.unsupported_reason(query, value), "xla": lambda _: None}
+    reasons = {
+        "triton": lambda _: triton.unsupported_reason(query, value),
+        "mosaic_tpu": lambda _: mosaic_tpu.unsupported_reason(query, value),
+        "xla": lambda _: None,
+    }
     chosen = choose("paged_attention", implementation, reasons)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
     return _ATTEND[chosen](query, key, value, table, key_range=KeyRange(*key_range), scale=scale, soft_cap=soft_cap)
 
 
-def runs_kernel(platform: str, query: Any, value: Any) -> bool:
-    """Return whether None takes a kernel on the chips of a platform, "gpu" or "tpu", that one is compiled for.
+def kernel_on(platform: str, query: Any, value: Any) -> str | None:
+    """Return the kernel that None takes on the chips of a platform that one is compiled for, or None without one.
 
     Args:
       query, value: arrays, or shapes and dtypes.
     """
-    return platform == "gpu" and launch.has_triton() and triton.unsupported_reason(query, value) is None
+    if platform == "gpu" and launch.has_triton() and triton.unsupported_reason(query, value) is None:
+        return "triton"
+    return "mosaic_tpu" if platform == "tpu" and mosaic_tpu.unsupported_reason(query, value) is None else None
 
 
 def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any]) -> None:

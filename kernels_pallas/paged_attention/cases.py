@@ -4,10 +4,10 @@ import numpy as np
 
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.paged_attention import paged_attention, reference, triton
+from kernels_pallas.paged_attention import mosaic_tpu, paged_attention, reference, triton
 from kernels_pallas.paged_attention.costs import kernel_costs
 
-IMPLEMENTATIONS = ("triton",)
+_KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
 
 # Inside, weights are rounded before they are multiplied.
 _ROUNDINGS = 2
@@ -56,6 +56,17 @@ CASES = (
     _case("few tokens, cap, no keys", queries=3, empty=True, options={"soft_cap": 2.0, "scale": 0.3}),
     _case("tile of a prompt, window", queries=20, width=(24, 40), window=50, dtypes=("float32", "bfloat16")),
     _case("several lanes, pages of 48", heads=(3, 1), page=48, pages=12),
+    _case("pages of 128", page=128, dtypes=("float32", "bfloat16")),
+    _case(
+        "tile of a prompt, window, cap, pages of 128",
+        queries=9,
+        width=(24, 40),
+        page=128,
+        window=200,
+        empty=True,
+        options={"soft_cap": 2.0},
+        dtypes=("float32", "bfloat16"),
+    ),
     _case("small", page=32, uses={"bench"}),
     _case("8 × 2048, 32/8 × 128", sequences=8, heads=(32, 8), width=(128, 128), **_CHIPS),
     _case("1 × 2048, 32/8 × 128", sequences=1, heads=(32, 8), width=(128, 128), **_CHIPS),
@@ -74,9 +85,10 @@ CASES = (
 
 def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     structs = case.structs(dtype)
-    return implementation == "xla" or triton.unsupported_reason(structs["query"], structs["value"]) is None
+    kernel = _KERNELS.get(implementation)
+    return kernel is None or kernel.unsupported_reason(structs["query"], structs["value"]) is None
 
 
 OPERATION = KernelOperation(
-    paged_attention, reference.paged_attention, IMPLEMENTATIONS, CASES, kernel_costs, ("xla",), _serves
+    paged_attention, reference.paged_attention, tuple(_KERNELS), CASES, kernel_costs, ("xla",), _serves
 )

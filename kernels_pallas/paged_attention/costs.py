@@ -1,4 +1,4 @@
-"""The cost of paged attention: one page of each sequence, as XLA reads it, and the kernels of GPUs."""
+"""The cost of paged attention: one page of each sequence, as XLA reads it, and the kernels."""
 
 import math
 from typing import Any, NamedTuple
@@ -84,19 +84,56 @@ def page_cost(
 
 
 def kernel_costs(
-    query: Any, key: Any, value: Any, table: Any, *, soft_cap: float | None = None, **_: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    table: Any,
+    *,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+    **_: Any,
 ) -> KernelCosts:
-    """Return the kernels' costs on these arrays, or shapes and dtypes, if all pages of the table are seen. There is no
-    derivative."""
-    tokens, V = table.shape[1] * value.shape[2], value.shape[3]
+    """Return the costs of an implementation's kernels, or without one of a kernel that reads each page once, on these
+    arrays, or shapes and dtypes, if all pages of the table are seen. There is no derivative."""
+    each = launch_costs(implementation, query, key, value, table.shape[1] * value.shape[2], soft_cap)
+    return KernelCosts(KernelCost(*map(sum, zip(*each, strict=True))), KernelCost())
+
+
+def launch_costs(
+    implementation: str | None,
+    query: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
+    value: jax.ShapeDtypeStruct,
+    tokens: int,
+    soft_cap: float | None,
+) -> tuple[KernelCost, ...]:
+    """Return the cost of each launch that attends to this many tokens of each sequence, for operands as `page_cost`
+    takes them."""
+    if implementation != "triton":
+        return (one_kernel_cost(query, key, value, tokens, soft_cap),)
     of_lanes = lanes(query.shape[1], tokens)
-    parts = lanes_cost(query, key, value, tokens, of_lanes, soft_cap), join_cost(query, V, of_lanes)
-    return KernelCosts(KernelCost(*map(sum, zip(*parts, strict=True))), KernelCost())
+    return lanes_cost(query, key, value, tokens, of_lanes, soft_cap), join_cost(query, value.shape[3], of_lanes)
 
 
 def lanes(queries: int, tokens: int) -> int:
     """Return the programs among which a sequence of this many tokens is split, for so many queries of it."""
     return min(LANES, -(-tokens // SPLIT)) if queries <= FEW_QUERIES else 1
+
+
+def one_kernel_cost(
+    query: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
+    value: jax.ShapeDtypeStruct,
+    tokens: int,
+    soft_cap: float | None,
+) -> KernelCost:
+    """Return the cost of a kernel that attends to this many tokens of each sequence by itself, for operands as
+    `page_cost` takes them: each token is read once, and the result is written."""
+    (Q, T, N, H), (_, K, _, V) = query.shape, value.shape
+    scores, rows = Q * T * N * tokens, Q * T * N
+    flops = scores * (2 * (H + V) + _SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0))
+    moved = Q * K * tokens * (H + V) * key.dtype.itemsize + rows * (H + V) * query.dtype.itemsize
+    return KernelCost(flops, scores, moved)
 
 
 def lanes_cost(
@@ -109,11 +146,9 @@ def lanes_cost(
 ) -> KernelCost:
     """Return the cost of the kernel that attends to this many tokens of each sequence, for operands as `page_cost`
     takes them: each token is read once, and the sums of each lane are written."""
-    (Q, T, N, H), (_, K, _, V) = query.shape, value.shape
-    scores, rows = Q * T * N * tokens, Q * T * N
-    flops = scores * (2 * (H + V) + _SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0))
-    moved = Q * K * tokens * (H + V) * key.dtype.itemsize + rows * H * query.dtype.itemsize
-    return KernelCost(flops, scores, moved + lane_bytes(rows, lanes, V))
+    flops, scores, moved = one_kernel_cost(query, key, value, tokens, soft_cap)
+    rows, V = math.prod(query.shape[:3]), value.shape[3]
+    return KernelCost(flops, scores, moved - rows * V * query.dtype.itemsize + lane_bytes(rows, lanes, V))
 
 
 def join_cost(query: jax.ShapeDtypeStruct, V: int, lanes: int) -> KernelCost:

@@ -50,21 +50,23 @@ def test_chunks_of_a_prompt_read_what_the_full_pass_does(family):
             same(logits, expected[i][end[i] - 1])
 
 
-def test_kernels_read_what_the_full_pass_does_whatever_is_beside_to_the_bit():
+@pytest.mark.parametrize(("name", "page", "length"), [("triton", 64, 60), ("mosaic_tpu", 128, 127)])
+def test_kernels_read_what_the_full_pass_does_whatever_is_beside_to_the_bit(name, page, length):
     """Chunks that end within pages, then single tokens, of layers with and without windows; together and alone."""
-    model, parameters, tokens, expected = parts(FAMILIES["mixed"], 80)
+    model, parameters, tokens, expected = parts(FAMILIES["mixed"], 160)
     settings = dataclasses.replace(
-        forced_steps.SETTINGS, page=64
+        forced_steps.SETTINGS, page=page
     )  # programs are kept by settings, and these are interpreted
     logits = []
     for beside in ([0, 1, 2], [1]):
         steps, mine = forced_steps.ForcedSteps(model, parameters, settings=settings), beside.index(1)
-        with interpreted():
-            steps.read({i: tokens[i][:32] for i in beside})
-            chunk = steps.read({i: tokens[i][32 : 60 + i] for i in beside})
-            token = steps.read({i: tokens[i][60 + i : 61 + i] for i in beside}, decodes=True)
-        same(chunk[mine], expected[1][60])
-        same(token[mine], expected[1][61])
+        with interpreted(name):
+            for first in range(0, length - 32, 32):
+                steps.read({i: tokens[i][first : first + 32] for i in beside})
+            chunk = steps.read({i: tokens[i][first + 32 : length + i] for i in beside})
+            token = steps.read({i: tokens[i][length + i : length + i + 1] for i in beside}, decodes=True)
+        same(chunk[mine], expected[1][length])
+        same(token[mine], expected[1][length + 1])
         logits.append((chunk[mine], token[mine]))
     np.testing.assert_array_equal(*logits)
 

@@ -36,7 +36,7 @@ def test_kernels_carry_the_stated_cost(operation, implementation):
     counted = count(run, inputs, others)
     # Where XLA computes products around an operation's kernels, the stated cost includes them.
     kernels = [row for row in counted.rows if row.kind in ("kernel", "matmul")]
-    of_one = {"implementation": implementation} if operation.name == "flash_attention" else {}
+    of_one = {"implementation": implementation} if operation.name.endswith("_attention") else {}
     stated = operation.costs(**case.structs(case.dtypes[0]), **case.options, **of_one)
     for phase, cost in zip(("forward", "backward"), stated, strict=True):
         here = [row for row in kernels if row.phase == phase]

@@ -75,6 +75,7 @@ SAMPLE = {
     "paged_attention": {
         "few tokens, cap, no keys-float32": "triton",
         "tile of a prompt, window-bfloat16": "triton",
+        "tile of a prompt, window, cap, pages of 128-float32": "mosaic_tpu",
     },
 }
 

@@ -140,12 +140,12 @@ ENTRY %main (w: f32[8,8], x: f32[8], i: s32[]) -> f32[8] {{
             pytest.param,
             [("h200-sxm:1", "auto"), ("h200-sxm:1", "xla"), ("tpu-v6e:1x1", "auto"), ("h200-sxm:2", "auto")],
         ),
-        ["h200-sxm:1-auto", "h200-sxm:1-xla"],
+        ["h200-sxm:1-auto", "h200-sxm:1-xla", "tpu-v6e:1x1-auto"],
     ),
 )
 def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips, kernels):
-    """And copies no weight and no page. Every sequence has read two pages of three; a GPU's kernel gets all pages, and
-    without one XLA gathers the pages of the table."""
+    """And copies no weight and no page. Every sequence has read two pages of three; a kernel gets all pages, and
+    without one XLA for a GPU gathers the pages of the table."""
     target = Target.parse(chips)
     mesh = meshes.make(1, 1, target.devices, devices=targets.devices(target))
     wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}  # XLA for a GPU pads matrices of other widths
@@ -170,12 +170,17 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips, kernels
         gathered = each.bytes * 3 * 4 // 13  # of the table's 3 pages of each sequence
         expected = {gathered} if by_gather else {counted[each.name], each.bytes}
         assert each.read in expected and each.copied == (gathered if by_gather else 0), each
-    if target.chip.kind == "tpu":
-        return
     name, count = (loop_name(1, None), 11) if by_gather else ("paged_attention", 2)
     launches = [kernel for kernel in launched_kernels.kernels(program) if name in kernel.name]
     launched = sum(kernel.count for kernel in launches)
-    assert 0.8 * count * model.num_layers < launched <= count * model.num_layers and "while" not in _opcodes(program)
+    loops = _instructions(program, "while")
+    if target.chip.kind == "tpu":
+        assert launched == model.num_layers
+        assert len(loops) == len(pages) and not [each for each in loops if loop_name(1, None) in each.attributes]
+        sizes = {each.bytes for each in pages}  # loops write them, one sequence after another
+        assert not [each for each in _instructions(program, "copy") if each.arrays[0].bytes in sizes]
+        return
+    assert 0.8 * count * model.num_layers < launched <= count * model.num_layers and not loops
     # Of sequences that fill their tables the kernels read all pages but one, which belongs to none.
     declared = workload("decode", model, 4, 384, layout=meshes.layout(1, 1, target.devices), page=128, kernels=kernels)
     said = sum(op.times * op.least_bytes for op in operations.step(declared) if op.scope.endswith(("scores", "pv")))
@@ -186,8 +191,9 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips, kernels
         assert moved - sum(programs.page_bytes) == pytest.approx(said, rel=0.01)
 
 
-def _opcodes(program):
-    return {each.opcode for part in program.computations.values() for each in part.instructions.values()}
+def _instructions(program, opcode):
+    every = (each for part in program.computations.values() for each in part.instructions.values())
+    return [each for each in every if each.opcode == opcode]
 
 
 @pytest.mark.slow

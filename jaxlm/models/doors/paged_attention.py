@@ -24,7 +24,7 @@ from jaxlm.models.logical_axes import HEADS, Axes
 from jaxlm.models.views import PagedView
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import KeyRange
-from kernels_pallas.paged_attention import costs, runs_kernel
+from kernels_pallas.paged_attention import costs, kernel_on
 from kernels_pallas.paged_attention import paged_attention as attend
 
 TABLE: Axes = (None, None)
@@ -63,14 +63,13 @@ def _declare(local: Local) -> DoorCost:
         products = [product for each in unpadded for product in _unpadded_products(local, each)]
         return DoorCost(tuple(products), counts_all_steps=True)
     query, _, value = (each.abstract for each in local.operands[:3])
-    by_kernel = local.kernels and runs_kernel(local.platform, query, value)
-    if by_kernel:
-        return _by_kernel(local, sections)
+    if kernel := kernel_on(local.platform, query, value) if local.kernels else None:
+        return _by_kernel(local, sections, kernel)
     return _by_gather(local, sections) if local.platform == "gpu" else _by_loops(local, sections)
 
 
-def _by_kernel(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
-    """Declare the two kernels of each section, of all steps as one."""
+def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str) -> DoorCost:
+    """Declare the kernels of each section, of all steps as one."""
     query, key, value = (each.abstract for each in local.operands[:3])
     (*_, N, H), (_, K, S, V) = query.shape, value.shape
     products: list[DoorProduct] = []
@@ -79,12 +78,11 @@ def _by_kernel(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost
     for section in sections:
         Q, T, trips = section.sequences, section.queries, section.trips(local.options["window"])
         rows, tokens = jax.ShapeDtypeStruct((Q, T, N, H), query.dtype), trips * S
-        lanes = costs.lanes(T, tokens)
-        parts.append(costs.lanes_cost(rows, key, value, tokens, lanes, local.options["soft_cap"]))
-        parts.append(costs.join_cost(rows, V, lanes))
+        parts += costs.launch_costs(kernel, rows, key, value, tokens, local.options["soft_cap"])
         scores, pv = (Q * K * trips, T * N // K, H, S), (Q * K * trips, T * N // K, S, V)
         products += [DoorProduct(Product(*scores), 0, scope="scores"), DoorProduct(Product(*pv), 0, scope="pv")]
-        workspace = max(workspace, costs.lane_bytes(Q * T * N, lanes, V))
+        if kernel == "triton":
+            workspace = max(workspace, costs.lane_bytes(Q * T * N, costs.lanes(T, tokens), V))
     whole = KernelCost(*map(sum, zip(*parts, strict=True)))
     return DoorCost(
         tuple(products),

@@ -1,0 +1,219 @@
+"""Paged attention on TPUs, compiled by Mosaic: each sequence reads the pages that its rows see, and no others.
+
+Pages stay in HBM. A program copies those of one sequence to VMEM, a block of whole pages while it computes the block
+before, and at the end of a sequence the first block of the next. Blocks begin at multiples of their size, whoever reads
+them: each row is computed and added up in one order.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas.core import interpretation, launch, target, tuning
+from kernels_pallas.flash_attention.key_range import KeyRange
+from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, dot
+from kernels_pallas.paged_attention.costs import one_kernel_cost
+
+MOST_WIDTH = 256
+LANES = 128  # of a vector: tokens lie along them in pages of keys
+MOST_TOKENS = 1024  # of a page, of which VMEM holds two
+TILE = 16  # rows of a vector of bfloat16: queries are padded to multiples
+AT_ONCE = 128  # rows of heads that are computed together, so that some hide the latency of others
+MOST_ENTRIES = 2**16  # of the table in scalar memory, a quarter of it
+# The float32 arrays of a block of scores that the compiler keeps.
+_INTERMEDIATES = 4
+
+
+class PagedTpuBlocks(NamedTuple):
+    """Tiles of up to `rows` queries of the heads that share a key, and of `keys` tokens, or one page of more."""
+
+    rows: int
+    keys: int
+
+
+# Defaults until sizes are measured. Fewer keys at a time would wait longer for each other's products.
+_DEFAULT, _INTERPRETED = PagedTpuBlocks(256, 512), PagedTpuBlocks(16, 256)
+
+
+def unsupported_reason(query: Any, value: Any) -> str | None:
+    """Return why this kernel cannot serve a call, or None."""
+    (*_, size, V), H = value.shape, query.shape[-1]
+    if jnp.float16 in (query.dtype, value.dtype):
+        return "TPUs have no float16"
+    if not 0 < min(H, V) <= max(H, V) <= MOST_WIDTH:
+        return f"head widths {H} and {V} are not both from 1 to {MOST_WIDTH}"
+    if size % LANES or size > MOST_TOKENS:
+        return f"pages of {size} tokens are no multiple of {LANES} up to {MOST_TOKENS}"
+    return None
+
+
+def paged_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    *,
+    key_range: KeyRange,
+    scale: float,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See `kernels_pallas.paged_attention`."""
+    settings = FlashSettings(scale, soft_cap, 0, None, "mosaic_tpu")
+    at_once = max(1, MOST_ENTRIES // table.shape[1])
+    parts = [slice(first, first + at_once) for first in range(0, len(query), at_once)]
+    attended = [
+        _attended(settings, query[part], key, value, table[part], KeyRange(*(x[part] for x in key_range)))
+        for part in parts
+    ]
+    return attended[0] if len(attended) == 1 else jnp.concatenate(attended)
+
+
+class _Layout(NamedTuple):
+    """The tiling of a call: `rows` of a tile, `heads` of a program, of which some are computed `together`, `pages` of a
+    block, and bytes of VMEM."""
+
+    rows: int
+    heads: int
+    together: int
+    pages: int
+    vmem: int
+
+
+def _layout(R: int, K: int, S: int, H: int, V: int, wide: Any, pages: Any) -> _Layout:
+    """Return the layout for R rows of each of K heads, multiplied in the dtype `wide`, and pages of another dtype.
+
+    A program has as many heads as fit the VMEM that every generation grants, and each core some of them."""
+    sizes = tuning.blocks(
+        "paged_attention", "mosaic_tpu", (R, H, V), wide, _INTERPRETED if interpretation.current() else _DEFAULT
+    )
+    rows = min(pl.cdiv(R, TILE), max(1, sizes.rows // TILE)) * TILE
+    in_block = max(1, sizes.keys // S)
+    H, V = (pl.cdiv(width, LANES) * LANES for width in (H, V))
+    of_head = 2 * in_block * S * (H + V) * pages.itemsize + rows * (2 * (H + V) * wide.itemsize + 4 * V + 2 * 4 * LANES)
+    together = max(1, AT_ONCE // rows)
+    beside = 4 * rows * (4 * LANES + _INTERMEDIATES * together * in_block * S)
+    most = max(1, min((launch.TPU_VMEM - beside) // of_head, pl.cdiv(K, target.current().cores)))
+    heads = next(n for n in range(min(most, K), 0, -1) if K % n == 0)
+    return _Layout(rows, heads, together, in_block, heads * of_head + beside)
+
+
+def _attended(
+    settings: FlashSettings, query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, key_range: KeyRange
+) -> jax.Array:
+    """Return the attended values [Q, T, N, V] of sequences whose table fits scalar memory."""
+    (Q, T, N, H), (_, K, S, V), M = query.shape, value.shape, table.shape[1]
+    G, R = N // K, T * N // K
+    wide = jnp.promote_types(query.dtype, key.dtype)
+    rows, heads, together, in_block, vmem = _layout(R, K, S, H, V, wide, key.dtype)
+    cost = one_kernel_cost(query, key, value, M * S, settings.soft_cap)
+    tokens, blocks = in_block * S, pl.cdiv(R, rows)
+    more = blocks * rows - R
+    # XLA lays pages of values out with tokens along the lanes, as those of keys, unless their width fills them.
+    tokens_last = bool(V % LANES)
+    if tokens_last:
+        value = jnp.swapaxes(value, 2, 3)
+    query_QKRH = query.reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, R, H).astype(wide)
+    query_QKRH = jnp.pad(query_QKRH, [(0, 0), (0, 0), (0, more), (0, 0)])
+    bounds_QR1 = [jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, more)])[:, :, None] for x in key_range]
+    start_QT, end_QT = key_range
+    is_seeing_QT = end_QT > start_QT
+    last_Q = jnp.minimum(jnp.max(jnp.where(is_seeing_QT, end_QT, 0), axis=1), M * S)
+    first_Q = jnp.maximum(jnp.min(jnp.where(is_seeing_QT, start_QT, last_Q[:, None]), axis=1), 0)
+    blocks_Q = jnp.where(last_Q > first_Q, pl.cdiv(last_Q, tokens) - first_Q // tokens, 0)
+    before_Q = jnp.cumsum(blocks_Q) - blocks_Q
+    scalars = [x.astype(jnp.int32) for x in (table.reshape(-1), first_Q, last_Q, blocks_Q, before_Q)]
+
+    def kernel(
+        table, first, last, count, before, query, start, end, key, value, out, keys, values, arrived, top, total, acc
+    ) -> None:
+        mine, q = pl.ds(pl.program_id(0) * heads, heads), pl.program_id(2)
+
+        def each_copy(q: jax.Array, block: jax.Array, buffer: jax.Array, do: Callable[[Any], None]) -> None:
+            """Call do(copy) on the copies of a block of a sequence, which are of the pages that its rows see."""
+            for i in range(in_block):
+                page, part = block * in_block + i, pl.ds(i * S, S)
+
+                @pl.when((first[q] < (page + 1) * S) & (page * S < last[q]))
+                def _(page: jax.Array = page, part: Any = part) -> None:
+                    index = table[q * M + page]
+                    of_keys = keys.at[buffer, :, :, part]
+                    of_values = values.at[buffer, :, :, part] if tokens_last else values.at[buffer, :, part]
+                    do(launch.copy(key.at[index, mine], of_keys, arrived.at[buffer, 0]))
+                    do(launch.copy(value.at[index, mine], of_values, arrived.at[buffer, 1]))
+
+        @pl.when((count[q] > 0) & ((q == 0) | (count[jnp.maximum(q - 1, 0)] == 0)))
+        def _() -> None:
+            each_copy(q, first[q] // tokens, before[q] % 2, lambda copy: copy.start())
+
+        top[...] = jnp.full_like(top, LOWEST)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+        begin, stop = start[...], end[...]
+
+        def step(i: jax.Array, _: None) -> None:
+            block, buffer = first[q] // tokens + i, (before[q] + i) % 2
+            is_last = i + 1 == count[q]
+            after = jnp.where(is_last, jnp.minimum(q + 1, Q - 1), q)
+
+            @pl.when(~is_last | ((q + 1 < Q) & (count[after] > 0)))
+            def _() -> None:
+                following = jnp.where(is_last, first[after] // tokens, block + 1)
+                each_copy(after, following, 1 - buffer, lambda copy: copy.start())
+
+            each_copy(q, block, buffer, lambda copy: copy.wait())
+            index = block * tokens + jax.lax.broadcasted_iota(jnp.int32, (rows, tokens), 1)
+            is_seen = (begin <= index) & (index < stop)
+
+            @pl.when((block * tokens < first[q]) | (last[q] < (block + 1) * tokens))
+            def _() -> None:
+                # Tokens that are not copied, and the rest of a page, may be anything, also NaN: 0 · NaN is no 0.
+                position = block * tokens + jax.lax.broadcasted_iota(jnp.int32, values.shape[2:], int(tokens_last))
+                is_own = (first[q] <= position) & (position < last[q])
+                for k in range(heads):
+                    values[buffer, k] = jnp.where(is_own, values[buffer, k], 0)
+
+            for at in range(0, heads, together):
+                some = range(at, min(at + together, heads))
+                group = slice(some.start, some.stop)
+                products = [dot(query[k], keys[buffer, k].astype(wide), (1, 0)) for k in some]
+                scores, factor, _ = settings.factored(jnp.stack(products))
+                scores = jnp.where(is_seen, scores, -jnp.inf)
+                highest = top[group]
+                higher = jnp.maximum(highest, jnp.max(scores, axis=2, keepdims=True) * factor)
+                kept, weights = jnp.exp2(highest - higher), jnp.exp2(scores * factor - higher)
+                narrow = weights.astype(value.dtype)
+                attended = [dot(narrow[k - at], values[buffer, k], (1, int(tokens_last))) for k in some]
+                total[group] = total[group] * kept + jnp.sum(weights, axis=2, keepdims=True)
+                acc[group] = acc[group] * kept + jnp.stack(attended)
+                top[group] = higher
+
+        jax.lax.fori_loop(0, count[q], step, None)
+        sums = total[...]
+        out[...] = (acc[...] / jnp.where(sums == 0.0, 1.0, sums)).astype(out.dtype)
+
+    def of_rows(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, heads, rows, width), lambda k, b, q, *_: (q, k, b, 0))
+
+    bound = pl.BlockSpec((None, rows, 1), lambda k, b, q, *_: (q, b, 0))
+    (out_QKRV,) = launch.call(
+        kernel,
+        [*scalars, query_QKRH, *bounds_QR1, key, value],
+        [jax.ShapeDtypeStruct((Q, K, blocks * rows, V), query.dtype)],
+        params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary"), vmem),
+        grid=(K // heads, blocks, Q),
+        in_specs=[of_rows(H), bound, bound, *[launch.hbm()] * 2],
+        out_specs=[of_rows(V)],
+        scratch=[
+            launch.vmem((2, heads, H, tokens), key.dtype),
+            launch.vmem((2, heads, *((V, tokens) if tokens_last else (tokens, V))), value.dtype),
+            launch.copy_semaphores((2, 2)),
+            *[launch.vmem((heads, rows, width), jnp.float32) for width in (1, 1, V)],
+        ],
+        prefetched=len(scalars),
+        cost=cost,
+        name="paged_attention",
+    )
+    return out_QKRV[:, :, :R].reshape(Q, K, T, G, V).transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V)

@@ -205,8 +205,9 @@ def _lower(row: MatrixRow, mesh: Mesh) -> _LoweredRow | Outcome:
     text = lowered.as_text()
     # The lowered text: jaxlib compiles some programs for TPU v7x that it cannot print.
     kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', text)
-    if len(kernels) < (2 if inputs else 1):
-        return Outcome(f"the program has {len(kernels)} kernels; forward and backward need one each")
+    least = 2 if inputs else 1
+    if len(kernels) < least:
+        return Outcome(f"the program has {len(kernels)} kernels; it needs {least}, one for each direction")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return _LoweredRow(lowered, digest, needed_multiply_adds(traced.jaxpr))
 

@@ -14,11 +14,11 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation, launch, target, tuning
 from kernels_pallas.flash_attention.key_range import KeyRange
+from kernels_pallas.flash_attention.mosaic_tpu import LANES
 from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, dot
 from kernels_pallas.paged_attention.costs import one_kernel_cost
 
 MOST_WIDTH = 256
-LANES = 128  # of a vector: tokens lie along them in pages of keys
 MOST_TOKENS = 1024  # of a page, of which VMEM holds two
 TILE = 16  # rows of a vector of bfloat16: queries are padded to multiples
 AT_ONCE = 128  # rows of heads that are computed together, so that some hide the latency of others
@@ -117,10 +117,10 @@ def _attended(
         value = jnp.swapaxes(value, 2, 3)
     query_QKRH = query.reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, R, H).astype(wide)
     query_QKRH = jnp.pad(query_QKRH, [(0, 0), (0, 0), (0, more), (0, 0)])
-    bounds_QR1 = [jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, more)])[:, :, None] for x in key_range]
-    start_QT, end_QT = key_range
+    start_QT, end_QT = key_range.start, jnp.minimum(key_range.end, M * S)
+    bounds_QR1 = [jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, more)])[:, :, None] for x in (start_QT, end_QT)]
     is_seeing_QT = end_QT > start_QT
-    last_Q = jnp.minimum(jnp.max(jnp.where(is_seeing_QT, end_QT, 0), axis=1), M * S)
+    last_Q = jnp.max(jnp.where(is_seeing_QT, end_QT, 0), axis=1)
     first_Q = jnp.maximum(jnp.min(jnp.where(is_seeing_QT, start_QT, last_Q[:, None]), axis=1), 0)
     blocks_Q = jnp.where(last_Q > first_Q, pl.cdiv(last_Q, tokens) - first_Q // tokens, 0)
     before_Q = jnp.cumsum(blocks_Q) - blocks_Q
@@ -129,7 +129,7 @@ def _attended(
     def kernel(
         table, first, last, count, before, query, start, end, key, value, out, keys, values, arrived, top, total, acc
     ) -> None:
-        mine, q = pl.ds(pl.program_id(0) * heads, heads), pl.program_id(2)
+        own_heads, q = pl.ds(pl.program_id(0) * heads, heads), pl.program_id(2)
 
         def each_copy(q: jax.Array, block: jax.Array, buffer: jax.Array, do: Callable[[Any], None]) -> None:
             """Call do(copy) on the copies of a block of a sequence, which are of the pages that its rows see."""
@@ -141,8 +141,8 @@ def _attended(
                     index = table[q * M + page]
                     of_keys = keys.at[buffer, :, :, part]
                     of_values = values.at[buffer, :, :, part] if tokens_last else values.at[buffer, :, part]
-                    do(launch.copy(key.at[index, mine], of_keys, arrived.at[buffer, 0]))
-                    do(launch.copy(value.at[index, mine], of_values, arrived.at[buffer, 1]))
+                    do(launch.copy(key.at[index, own_heads], of_keys, arrived.at[buffer, 0]))
+                    do(launch.copy(value.at[index, own_heads], of_values, arrived.at[buffer, 1]))
 
         @pl.when((count[q] > 0) & ((q == 0) | (count[jnp.maximum(q - 1, 0)] == 0)))
         def _() -> None:

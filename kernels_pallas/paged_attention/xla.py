@@ -36,13 +36,14 @@ def paged_attention(
     Pages begin at multiples of S, whoever reads them, so that each row adds the same numbers in the same order. A page
     of which a row sees nothing leaves its sums as they are.
     """
-    (Q, T, N, H), (_, K, S, V) = query.shape, value.shape
+    (Q, T, N, H), (_, K, S, V), M = query.shape, value.shape, table.shape[1]
     G = N // K
     if more := padded_queries(T, G, H, V, S) - T:
         query = jnp.pad(query, [(0, 0), (0, more), (0, 0), (0, 0)])
         key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
         options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap}
         return paged_attention(query, key, value, table, **options)[:, :T]
+    key_range = KeyRange(jnp.maximum(key_range.start, 0), jnp.minimum(key_range.end, M * S))
     wide = jnp.promote_types(query.dtype, key.dtype)
     query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, T * G, H)
 

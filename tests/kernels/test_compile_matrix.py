@@ -158,7 +158,7 @@ def _idle(outcomes):
     fills less than half of them.
     """
     for row, outcome in outcomes.items():
-        assert len(outcome.kernels) > 1, row
+        assert len(outcome.kernels) >= (2 if row.case.differentiable() else 1), row
         if row.operation.name == "flash_attention":
             yield from (f"{row}: {kernel}" for kernel in outcome.kernels if kernel.busy["MXU"] < LEAST_PRODUCTS)
 

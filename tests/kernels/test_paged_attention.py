@@ -76,6 +76,17 @@ def test_it_is_the_reference(groups, options, dtype, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_ranges_are_clipped_to_the_keys(name):
+    """Beside a longer range, whose pages a loop over pages reads for every sequence."""
+    (key, value, query), size = drawn(1, size=SIZES[name]), SIZES[name]
+    q, table = query(3, 2), tables([3, 7, 1, 2, 8], [4, 5, 6, 9, 2], [9, 8, 11, 2, 6])
+    seen = ranges([(-40, 48), (0, 144)], [(-48, 32), (16, 81)], [(90, 90), (100, 90)], size=size)
+    made = program(name)(q, key, value, table, key_range=seen)
+    expected = paged_attention(q, key, value, table, key_range=seen, implementation="reference")
+    np.testing.assert_allclose(made, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_depend_on_their_own_sequence_alone_to_the_bit(name):
     """Compare with each row alone, in other pages, beside longer ones, and beside pages that hold NaN."""
     size = SIZES[name]

@@ -53,7 +53,7 @@ def test_chunks_of_a_prompt_read_what_the_full_pass_does(family):
 @pytest.mark.parametrize(("name", "page", "length"), [("triton", 64, 60), ("mosaic_tpu", 128, 127)])
 def test_kernels_read_what_the_full_pass_does_whatever_is_beside_to_the_bit(name, page, length):
     """Chunks that end within pages, then single tokens, of layers with and without windows; together and alone."""
-    model, parameters, tokens, expected = parts(FAMILIES["mixed"], 160)
+    model, parameters, tokens, expected = parts({**model_fixtures.MIXED, "num_layers": 3}, 160)
     settings = dataclasses.replace(
         forced_steps.SETTINGS, page=page
     )  # programs are kept by settings, and these are interpreted

@@ -35,8 +35,7 @@ class JobFolder(Run):
         before = self.experiment() if self.paths.config.exists() else experiment
         for section, _, name in (key.partition(".") for key in FORMER_DEFAULTS):
             recorded, now = (getattr(each, section) for each in (before, experiment))
-            is_unset = getattr(now, name) == type(now).model_fields[name].get_default(call_default_factory=True)
-            if is_unset and getattr(recorded, name) == FORMER_DEFAULTS[f"{section}.{name}"]:
+            if name not in now.model_fields_set and getattr(recorded, name) == FORMER_DEFAULTS[f"{section}.{name}"]:
                 experiment = experiment.model_copy(
                     update={section: now.model_copy(update={name: getattr(recorded, name)})}
                 )

@@ -226,9 +226,11 @@ def test_an_override_with_the_value_of_the_file_makes_no_other_run(tmp_path):
 
 
 def test_a_run_of_an_earlier_default_keeps_it(tmp_path):
-    """Keep it where the configuration gives no share, and no other share."""
+    """Keep it where the configuration does not give the key: a value that is given counts, today's default too."""
     file = tmp_path / "mine.toml"
-    file.write_text(write_config(tmp_path).read_text().replace("held_out = 0.1\n", ""))
+    values = tomllib.loads(write_config(tmp_path).read_text())
+    del values["data"]["held_out"], values["execution"]["scan_layers"]
+    file.write_text(tomli_w.dumps(values))
     run = JobFolder(tmp_path / "run")
     run.paths.directory.mkdir()
     now = config.load(file)
@@ -241,6 +243,8 @@ def test_a_run_of_an_earlier_default_keeps_it(tmp_path):
     for recorded, expected in ((True, True), (False, "auto"), ("auto", "auto")):
         run.paths.config.write_text(config.load(file, [f"execution.scan_layers={recorded}".lower()]).to_toml())
         assert run.with_former_defaults(now).execution.scan_layers == expected
+        given = config.load(file, ["execution.scan_layers=auto"])
+        assert run.with_former_defaults(given).execution.scan_layers == "auto"
 
 
 def test_short_names_of_keys_are_of_one_key_each():

@@ -202,8 +202,9 @@ class PagedLayer:
         """Write entries [R, …, H] into the pages of a slot."""
         pages = self.pages[name]
         new, tokens = new.astype(pages.dtype), pages.ndim - (1 if name in self.tokens_last else 2)  # the axis of a page
-        # A GPU would be launched once for each trip of a loop; elsewhere XLA scatters number by number.
-        return (self._scattered if target.platform() == "gpu" else self._in_loops)(pages, new, tokens)
+        # A GPU would be launched once for each trip of a loop. On a CPU XLA scatters number by number, and for a TPU it
+        # would lay all pages out otherwise and back.
+        return (self._scattered if target.platform() == "gpu" else self._by_section)(pages, new, tokens)
 
     def _scattered(self, pages: jax.Array, new: jax.Array, tokens: int) -> jax.Array:
         """Write entries into pages, whose tokens have this axis, at once; none of padding."""
@@ -218,9 +219,10 @@ class PagedLayer:
         index[0], index[tokens] = jnp.where(position_R < 0, beyond, page_R), jnp.maximum(position_R, 0) % self.size
         return pages.at[tuple(index)].set(new, mode="drop")
 
-    def _in_loops(self, pages: jax.Array, new: jax.Array, tokens: int) -> jax.Array:
-        """Write entries into pages, whose tokens have this axis, one slice for each run."""
-        at = 0
+    def _by_section(self, pages: jax.Array, new: jax.Array, tokens: int) -> jax.Array:
+        """Write entries into pages, whose tokens have this axis, one slice for each run; on a TPU single entries of
+        sequences at once."""
+        at, at_once = 0, target.platform() == "tpu"
         for section in self.of_tokens:
             page_Q, first_Q = self._places(section, at)
             at_Q = jnp.maximum(first_Q, 0) % self.size
@@ -238,7 +240,10 @@ class PagedLayer:
                 start[tokens] = at_Q[q]
                 return jax.lax.dynamic_update_slice(pages, part[q][None], start)
 
-            pages = jax.lax.fori_loop(0, len(page_Q), write, pages)
+            if section.rows == 1 and at_once:
+                pages = _in_whole_pages(pages, part, jnp.where(first_Q < 0, len(pages), page_Q), at_Q, tokens)
+            else:
+                pages = jax.lax.fori_loop(0, len(page_Q), write, pages)
             at += len(page_Q) * section.rows
         return pages
 
@@ -276,6 +281,14 @@ class PagedLayer:
     def view(self) -> PagedView:
         """Return the pages of the layer's tokens."""
         return PagedView(self.pages, self.of_tokens, self.key_range, self.tokens_last)
+
+
+def _in_whole_pages(pages: jax.Array, new: jax.Array, page_Q: jax.Array, at_Q: jax.Array, tokens: int) -> jax.Array:
+    """Write one entry [Q, …, 1, H], or [Q, …, H, 1], into each of these pages, at a place of the axis `tokens`; of
+    pages beyond the last none. The pages are read, changed and written: XLA does so in place, whatever their layout."""
+    of_page = [1] * (pages.ndim - 1)
+    is_new = jax.lax.broadcasted_iota(jnp.int32, (1, *pages.shape[1:]), tokens) == at_Q.reshape(-1, *of_page)
+    return pages.at[page_Q].set(jnp.where(is_new, new, pages[page_Q]), mode="drop")
 
 
 class _Runs(NamedTuple):

@@ -17,10 +17,13 @@ from kernels_pallas.flash_attention import KeyRange, flash_attention
 PAGE, TILE, SHAPE = 8, 4, (2, 16)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+
+
+@PLATFORMS
 def test_rows_write_to_and_read_from_their_own_sequence(platform, monkeypatch):
     """One that decodes, and a tile of another whose last row is padding; attention is that over the arrays."""
-    monkeypatch.setattr(paged_cache.target, "platform", lambda: platform)  # a GPU's way to write runs anywhere
+    monkeypatch.setattr(paged_cache.target, "platform", lambda: platform)  # each one's way to write runs anywhere
     slot = Slot(SHAPE, HEADS[2:])
     layout = PageLayout.of({"0": CacheEntry(1, {"key": slot._replace(tokens_last=True), "value": slot})}, PAGE)
     draw = np.random.default_rng(0)
@@ -46,3 +49,21 @@ def test_rows_write_to_and_read_from_their_own_sequence(platform, monkeypatch):
     assert layout.page_bytes(0, jnp.dtype("float32"), meshes.make(), ENGINE) == sum(
         x[0].nbytes for x in before.values()
     )
+
+
+@PLATFORMS
+def test_padding_among_rows_that_decode_changes_no_page_that_is_read(platform, monkeypatch):
+    monkeypatch.setattr(paged_cache.target, "platform", lambda: platform)
+    layout = PageLayout.of({"0": CacheEntry(1, {"value": Slot(SHAPE, HEADS[2:])})}, PAGE)
+    draw = np.random.default_rng(0)
+    before = draw.standard_normal((5, 2, PAGE, 16)).astype(np.float32)
+    new = draw.standard_normal((3, 1, *SHAPE)).astype(np.float32)
+    position = np.array([9, -1, 2], np.int32)
+    tables = (jnp.asarray([[4, 2], [0, 0], [3, 0]]),)
+    cache = PagedCache({"0": {"value": jnp.asarray(before)}}, (tables,), position, layout, (1,))
+    end = jnp.asarray(position + 1)[:, None]
+    rows = RowContext(jnp.maximum(position, 0)[:, None], KeyRange(jnp.zeros_like(end), end), None, Dropout())
+    after = cache.layer("0", 0).update(rows, value=jnp.asarray(new)).pages["value"]
+    expected = before.copy()
+    expected[2, :, 1], expected[3, :, 2] = new[0, 0], new[2, 0]
+    np.testing.assert_array_equal(after[1:], expected[1:])

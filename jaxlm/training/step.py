@@ -256,6 +256,7 @@ class TrainStep:
         Raises InputError for compiler options that XLA refuses for these devices.
         """
         state, whole = self.shardings(mesh), replicated(mesh)
+        compiler_options.check(mesh, self.execution.compiler_options)
         options = compiler_options.on_mesh(mesh, self.execution.compiler_options)
         return TrainPrograms(
             init=jax.jit(self.init, out_shardings=state),

@@ -68,7 +68,7 @@ def test_the_activation_keeps_what_its_product_wrote():
 
 
 # GB of a step of GPT-2 355M, 16 × 1,024, as JAX 0.10.2 compiles it.
-MOST = {"gpt2-355m, written out": 138, "gpt2-355m, loop, named remat": 192.5}
+MOST = {"gpt2-355m, written out": 138, "gpt2-355m, loop, named remat": 187}
 
 
 @pytest.mark.parametrize("name", MOST)

@@ -10,13 +10,14 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.programs import step_programs
 from jaxlm.models.execution_config import ExecutionConfig
-from jaxlm.parallel.compiler_options import on_mesh
+from jaxlm.parallel.compiler_options import NO_ZERO_FILL, check, on_mesh
 from jaxlm.training.changes import is_free
 
-OVERLAPPED = {"xla_gpu_enable_latency_hiding_scheduler": True}
+UNFILLED = {NO_ZERO_FILL: True}
+OVERLAPPED = {**UNFILLED, "xla_gpu_enable_latency_hiding_scheduler": True}
 
 
-@pytest.mark.parametrize(("chips", "expected"), [("h100-sxm5:1", {}), ("h100-sxm5:8", OVERLAPPED), (None, {})])
+@pytest.mark.parametrize(("chips", "expected"), [("h100-sxm5:1", UNFILLED), ("h100-sxm5:8", OVERLAPPED), (None, {})])
 def test_a_platform_has_defaults(chips, expected):
     devices = jax.devices() if chips is None else targets.devices(Target.parse(chips))
     mesh = meshes.make(1, len(devices), devices=devices) if chips else meshes.make()
@@ -26,7 +27,7 @@ def test_a_platform_has_defaults(chips, expected):
 def test_options_of_a_configuration_come_over_the_defaults():
     mesh = meshes.make(1, 8, devices=targets.devices(Target.parse("h100-sxm5:8")))
     chosen = {"xla_gpu_enable_latency_hiding_scheduler": False, "xla_gpu_dot_merger_threshold_mb": 512}
-    assert on_mesh(mesh, chosen) == chosen
+    assert on_mesh(mesh, chosen) == UNFILLED | chosen
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_options_of_a_configuration_come_over_the_defaults():
 )
 def test_an_option_that_xla_does_not_take_is_refused(options, message):
     with pytest.raises(InputError, match=message):
-        on_mesh(meshes.make(), options)
+        check(meshes.make(), options)
 
 
 def test_options_reach_the_programs_of_training(monkeypatch):

@@ -1,8 +1,8 @@
 """The copies that a loop over layers makes of what its layers keep for the backward pass.
 
 A loop keeps the values of all its layers in stacks. On a GPU their makers and readers are kernels and products, which
-work on arrays of their own: each value is copied into its stack and out of it again, and the stacks are filled with
-zeros first. Slices of parameters and stacks of their gradients are not counted: written-out layers copy them too.
+work on arrays of their own: each value is copied into its stack and out of it again. Without an option that jaxlm sets
+for GPUs (`jaxlm.parallel.compiler_options`) the stacks are filled with zeros first. Slices of parameters and stacks of their gradients are not counted: written-out layers copy them too.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.layer_memory import kept_by_layer
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import memoized
+from jaxlm.parallel.compiler_options import NO_ZERO_FILL, options
 
 
 class StackCopies(NamedTuple):
@@ -46,7 +47,8 @@ def stack_copies(device: DeviceStep) -> StackCopies:
         if (times := uses[0].times) > 1:
             stacked += times * kept.total
             copied_out += times * sum(device.bytes[value] for value in kept.values & _read_by_kernels(device, uses))
-    return StackCopies(passes.filled * stacked, passes.into * stacked, passes.out_of * copied_out)
+    filled = 0 if _leaves_stacks_unfilled(device) else passes.filled * stacked
+    return StackCopies(filled, passes.into * stacked, passes.out_of * copied_out)
 
 
 def _read_by_kernels(device: DeviceStep, uses: Sequence[RecordedOp]) -> set[int]:
@@ -60,3 +62,8 @@ def _read_by_kernels(device: DeviceStep, uses: Sequence[RecordedOp]) -> set[int]
             if device.work.remat != "none":
                 values.update(map(device.same, use.operands))
     return values
+
+
+def _leaves_stacks_unfilled(device: DeviceStep) -> bool:
+    work = device.work
+    return bool(options(work.platform, work.layout.size, work.execution.compiler_options).get(NO_ZERO_FILL))

@@ -113,8 +113,7 @@ def _by_kernel(local: Local, sizes: _Sizes, kernel: "_Kernel") -> DoorCost:
     return DoorCost(
         products=(first, second),
         kernel=ProductKernel(kernel.costs, (first,) if kernel.is_one_backward else (first, first, weights)),
-        # The kernel has its result in another order than the product that reads it.
-        saved=Saved((0, 1, 2), (0,), bytes=result.bytes, with_result=log_sums),
+        saved=Saved((0, 1, 2), (0,), with_result=log_sums),
     )
 
 

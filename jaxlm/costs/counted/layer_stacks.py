@@ -2,7 +2,8 @@
 
 A loop keeps the values of all its layers in stacks. On a GPU their makers and readers are kernels and products, which
 work on arrays of their own: each value is copied into its stack and out of it again. Without an option that jaxlm sets
-for GPUs (`jaxlm.parallel.compiler_options`) the stacks are filled with zeros first. Slices of parameters and stacks of their gradients are not counted: written-out layers copy them too.
+for GPUs (`jaxlm.parallel.compiler_options`) the stacks are filled with zeros first. Slices of parameters and stacks of
+their gradients are not counted: written-out layers copy them too.
 """
 
 from collections.abc import Sequence

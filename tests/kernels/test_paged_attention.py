@@ -240,6 +240,24 @@ def test_all_pages_at_once_are_the_loop_over_pages_and_no_surroundings_change_a_
             np.testing.assert_array_equal(alone[0], together[i])
 
 
+@pytest.mark.slow
+def test_the_tpu_kernel_races_with_nothing_and_reads_what_it_copied():
+    """On emulated TPU memory, with NaN where nothing was copied: a block of which one page is copied, a sequence that
+    sees nothing, blocks from a window on, and a last sequence."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    size = SIZES["mosaic_tpu"]
+    key, value, query = drawn(1, size=size)
+    q, table = query(4, 2), tables([3], [], [9, 8, 11, 2, 6], [4, 5])
+    operands = q, key, value, table
+    seen = ranges([(0, 3), (0, 5)], [(0, 0), (0, 0)], [(37, 79), (38, 80)], [(0, 20), (0, 21)], size=size)
+    with interpreted("mosaic_tpu", detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"):
+        made = paged_attention(*operands, key_range=seen)
+    assert not interpret_pallas_call.races.races_found
+    expected = paged_attention(*operands, key_range=seen, implementation="reference")
+    np.testing.assert_allclose(made, expected, rtol=0, atol=2e-6)
+
+
 def test_what_does_not_fit_is_refused():
     key, value, query = drawn(3)
     q = query(3, 2)

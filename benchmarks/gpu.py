@@ -405,11 +405,14 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if arguments.worker:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it here too; who started this ends it
         return work(arguments.worker, arguments.dry_run, arguments.out)
-    wanted = [each for each in PLAN if any(text.strip() in each.name for text in arguments.only.split(";"))]
-    if not wanted or arguments.minutes <= 0:
-        names = "; ".join(each.name for each in PLAN)
-        parser.error(f"--only {arguments.only}: there are {names}" if not wanted else "--minutes must be positive")
+    texts = [text.strip() for text in arguments.only.split(";") if text.strip()]
+    wanted = [each for each in PLAN if not texts or any(text in each.name for text in texts)]
+    if not wanted:
+        parser.error(f"--only {arguments.only}: there are {'; '.join(each.name for each in PLAN)}")
+    if not 0 < 60 * arguments.minutes < threading.TIMEOUT_MAX:
+        parser.error("--minutes must be positive, and finite")
     if arguments.list:
         return print(*page(Results("", arguments.out, False)), sep="\n")
     deadline = time.monotonic() + 60 * arguments.minutes
@@ -417,12 +420,18 @@ def main() -> None:
         kind = device()
     except InputError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     if results.chip(kind) == results.cpu() and not arguments.dry_run:
         parser.error("JAX finds no GPU, only a CPU; --dry-run measures tiny sizes there")
     if not importlib.util.find_spec("torch"):
         wanted = [each for each in wanted if not each.arguments.get("pytorch")]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     found = Results(kind, arguments.out, arguments.dry_run)
+    try:
+        found.write()
+    except OSError as error:
+        parser.error(f"--out {arguments.out} cannot be written: {error.strerror}")
     try:
         for together in [wanted] if arguments.dry_run else [[each] for each in wanted]:
             left = deadline - time.monotonic()
@@ -431,8 +440,8 @@ def main() -> None:
                 continue
             measure(together, arguments, deadline, found)
         status = 0
-    except TimeIsUp as stopped:
-        (status,) = stopped.args
+    except (TimeIsUp, KeyboardInterrupt) as stopped:
+        status = stopped.args[0] if isinstance(stopped, TimeIsUp) else 130
         print("stopped; what was measured is kept", file=sys.stderr)
     found.table().print()
     print(found.finish())

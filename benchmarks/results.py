@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core import files
 from jaxlm.costs.hardware import catalog
 
 FOLDER = Path(__file__).parent / "results"
@@ -90,7 +91,7 @@ def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOL
         "versions": versions(),
         **results,
     }
-    path.write_text(json.dumps(described, indent=1) + "\n")
+    files.replace(path, json.dumps(described, indent=1) + "\n")
     return path
 
 

@@ -50,7 +50,10 @@ def test_it_ends_at_its_time_limit_with_what_it_has(tmp_path):
     [
         ((), "JAX finds no GPU, only a CPU; --dry-run measures tiny sizes there"),
         (("--only", "nothing"), "--only nothing: there are assembler; attention;"),
+        (("--only", "nothing; "), "--only nothing; : there are assembler; attention;"),
         (("--minutes", "0"), "--minutes must be positive"),
+        (("--minutes", "inf"), "--minutes must be positive, and finite"),
+        (("--dry-run", "--out", __file__), "cannot be written: Not a directory"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_measured(tmp_path, arguments, message):

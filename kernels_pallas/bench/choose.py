@@ -8,6 +8,7 @@ Of a row that two files have the later file counts. Rows of CPUs are left out: n
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ RESULTS = "benchmarks/results/*/kernels.json"
 def rows_of(results: dict[str, Any], file: str) -> list[MeasuredRow]:
     """Return the rows of a results file of `kernels_pallas.bench`, without those of peers; none of a CPU's.
 
-    Raises ValueError for a case that its operation no longer has: its class is not known.
+    Raises ValueError for a case that its operation no longer has, whose class is not known, and for a time that is
+    none.
     """
     if of_kind("gpu", results["device"]).compute_capability is None and not results["device"].startswith("TPU"):
         return []
     times: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in results["rows"]:
         operation = OPERATIONS[row["operation"]]
+        if not 0 < row["seconds"] < math.inf:
+            raise ValueError(f"{row['operation']}, {row['case']}: {row['seconds']} is no time in seconds")
         if row["implementation"] in ("reference", *operation.implementations, *operation.others):
             of_case = times.setdefault((row["operation"], row["case"], row["direction"]), {})
             of_case[row["implementation"]] = round(1e3 * row["seconds"], 4)
@@ -37,7 +41,7 @@ def rows_of(results: dict[str, Any], file: str) -> list[MeasuredRow]:
         operation = OPERATIONS[name]
         case = next((case for case in operation.cases if case.name == case_name), None)
         if case is None:
-            raise ValueError(f"{file}: {name} has no case {case_name!r} any more; measure again")
+            raise ValueError(f"{name} has no case {case_name!r} any more; measure again")
         call = operation.classify(case.structs(case.dtypes[0]), case.options)
         fastest_first = dict(sorted(milliseconds.items(), key=lambda item: (item[1], item[0])))
         rows.append(MeasuredRow(results["device"], file, name, case_name, direction, call, fastest_first))
@@ -45,11 +49,20 @@ def rows_of(results: dict[str, Any], file: str) -> list[MeasuredRow]:
 
 
 def table(files: Iterable[Path], root: Path) -> list[MeasuredRow]:
-    """Return the rows of results files, sorted. `root`: the folder of the repository, from which files are named."""
+    """Return the rows of results files, sorted. `root`: the folder of the repository, from which files are named.
+
+    Raises OSError, and ValueError for a file that is none of `kernels_pallas.bench` or lies elsewhere.
+    """
     rows = {}
     for file in files:
-        read = json.loads(file.read_text(encoding="utf-8"))
-        for row in rows_of(read, file.resolve().relative_to(root.resolve()).as_posix()):
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+            of_file = rows_of(read, file.resolve().relative_to(root.resolve()).as_posix())
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file} holds no results of kernels_pallas.bench: {error!r}") from None
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        for row in of_file:
             rows[row.chip, row.operation, row.case, row.direction] = row
     return [rows[key] for key in sorted(rows)]
 
@@ -72,7 +85,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     if not rows:
         parser.error(f"no row of a GPU or TPU is in {', '.join(map(str, files)) or RESULTS}; run it in the repository")
-    TABLE.write_text(written(rows), encoding="utf-8")
+    partial = TABLE.with_suffix(".partial")
+    partial.write_text(written(rows), encoding="utf-8")
+    partial.replace(TABLE)  # whole at any time: every call reads it
     print(f"wrote {len(rows)} rows to {TABLE}")
 
 

@@ -55,8 +55,24 @@ def test_rows_of_a_cpu_and_of_peers_are_left_out(tmp_path):
     assert not {"torch_flash", "native_triton"} & {name for row in _rows() for name in row.milliseconds}
     assert not table.rows_of(results | {"device": "cpu"}, "there")
     gone = results | {"rows": [results["rows"][0] | {"case": "of another time"}]}
-    with pytest.raises(ValueError, match="there: flash_attention has no case 'of another time' any more"):
+    with pytest.raises(ValueError, match="flash_attention has no case 'of another time' any more"):
         table.rows_of(gone, "there")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "Expecting"),
+        (lambda text: "[]", "holds no results"),
+        (lambda text: text.replace('"rows"', '"lines"'), "holds no results.*'rows'"),
+        (lambda text: text.replace('"seconds": ', '"seconds": -'), "is no time in seconds"),
+    ],
+)
+def test_a_file_of_no_results_is_refused_by_its_name(tmp_path, change, message):
+    file = tmp_path / "kernels.json"
+    file.write_text(change((ROOT / "benchmarks/results/h100-sxm5/kernels.json").read_text()))
+    with pytest.raises(ValueError, match=f"kernels.json.*{message}"):
+        table.table([file], tmp_path)
 
 
 def test_the_command_writes_what_it_reads(tmp_path, monkeypatch, capsys):

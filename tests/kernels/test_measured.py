@@ -180,6 +180,8 @@ def test_a_table_of_another_chip_is_said():
     assert all(f"no row of the table is of such a call on {A100}" in line and "H100" not in line for line in of_a100)
     nearest = on(H100, lambda: explain(flash_attention, *operands(1024, 128), key_range=causal(1024)))
     assert all("of the row nearest to causal width 128 size 1,048,576: causal 2048 × 128" in line for line in nearest)
+    narrow = on(H100, lambda: explain(flash_attention, *operands(2048, 24), key_range=causal(2048)))
+    assert all("xla, the first that serves, since none does of the row nearest to causal width 24" in x for x in narrow)
 
 
 def test_all_operations_are_explained():

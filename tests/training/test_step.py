@@ -312,6 +312,18 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
     np.testing.assert_allclose(*losses, rtol=0.03)  # eight bits of mantissa through three layers
 
 
+def test_a_resumed_state_has_the_working_copy_that_no_checkpoint_holds():
+    mesh, model = meshes.make(1, 2, 2), model_fixtures.model(num_layers=1)
+    sections = model_fixtures.sections(dtype="bfloat16")
+    with jax.set_mesh(mesh):
+        steps = model_fixtures.jitted(model, sections, mesh, model_fixtures.optimization())
+        state, _ = steps.train(steps.begin(model_fixtures.placed(model, mesh)), put_batch(model_fixtures.batch(), mesh))
+        kept = jax.device_get(state)
+        resumed = steps.resume(state._replace(working=None))
+        chex.assert_trees_all_equal(jax.device_get(resumed), kept)
+        steps.train(resumed, put_batch(model_fixtures.batch(seed=1), mesh))  # whose arrays lie as a step's do
+
+
 @pytest.mark.parametrize("family", sampled(["llama", "gpt2"], ["gpt2"]))
 def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
     """This holds for every parameter, even if one token of the batch is far more frequent than the others."""

@@ -29,6 +29,7 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
     ranks = {"extra_forbidden": 0, "missing": 2}  # what is missing may be in a table that is wrong, and comes last
     first, *others = sorted(causes or errors, key=lambda one: ranks.get(one["type"], 1))
     key, value = named(first), first.get("input")
+    expected = [*dict.fromkeys(each for one in (first, *others) if named(one) == key for each in _expected(one))]
     others = [other for other in others if named(other) != key]  # a union reports each of its types
     shown = "" if isinstance(value, dict) else f" = {value!r}"
     context = first.get("ctx", {})
@@ -51,6 +52,10 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
             line = f"{key}.kind is missing"
         case "model_type" | "model_attributes_type":
             line = f"{key} must be a section, [{key}]"
+        case "bool_parsing" | "bool_type":
+            line = f"{key}{shown} must be {', '.join(expected[:-1])} or {expected[-1]}"
+        case "dict_type":
+            line = f"{key}{shown} must be a table, [{key}]"
         case "tuple_type":
             line = f"{key}{shown} must be a list"
         case _:
@@ -76,6 +81,14 @@ def _listed(keys: list[str]) -> str:
     """Return keys as a list in words, those of outer tables first."""
     *others, last = sorted(dict.fromkeys(keys), key=lambda key: key.count("."))
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def _expected(error: Any) -> list[str]:
+    """Return what one type of a union takes, in words; none for a type that has no short words."""
+    if error["type"] == "literal_error":
+        return [error["ctx"]["expected"]]
+    words = {"bool": ["true", "false"], "int": ["a number"], "float": ["a number"], "string": ["a string"]}
+    return words.get(error["type"].partition("_")[0], [])
 
 
 def _renamed(errors: list[Any], whole: type[Section], values: dict[str, Any]) -> str | None:

@@ -53,8 +53,8 @@ def choose(work: Workload, capacity: int | None) -> LayerChoice:
     if platform == "gpu" and capacity is not None:
         needed = memory(work.with_execution(scan_layers=False)).total
         if needed > capacity:
-            sizes = f"{units.memory(needed)} of {units.memory(capacity)}"
-            return LayerChoice(True, f"written out, {sizes} would be needed")
+            sizes = f"{units.memory(needed)}, more than a device's {units.memory(capacity)}"
+            return LayerChoice(True, f"{name}, counted memory of {sizes}")
     return LayerChoice(False, f"{name}, {layers} layers, remat {remat}")
 
 

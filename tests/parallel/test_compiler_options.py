@@ -33,8 +33,8 @@ def test_options_of_a_configuration_come_over_the_defaults():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"xla_nonsense": 1}, "XLA for a cpu has no option 'xla_nonsense'"),
-        ({"xla_gpu_autotune_level": "high"}, "refuses them: .*'high' is not a valid int32 value"),
+        ({"xla_nonsense": 1}, "XLA for a CPU has no option 'xla_nonsense'"),
+        ({"xla_gpu_autotune_level": "high"}, "refuses a value: .*'high' is not a valid int32 value"),
     ],
 )
 def test_an_option_that_xla_does_not_take_is_refused(options, message):

@@ -7,6 +7,7 @@ Compiles the backward kernel of causal attention, 8192 × 128, with the order an
 and the time of the grid from its schedule of blocks, in steps of a block, for additions that take so many steps.
 """
 
+import argparse
 import functools
 import heapq
 import re
@@ -113,6 +114,7 @@ def grid_steps(addition: float, in_order: bool) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     _, _, order = schedule()
     chip = [
         {"steps of an addition": a, "in order": grid_steps(a, True), "in any order": grid_steps(a, False)}

@@ -123,11 +123,13 @@ class Pick(NamedTuple):
         without = "".join(f"; not {other}: {reason}" for other, reason in self.refused.items())
         chosen, here = f"{operation}, {direction}: {self.name}", chip.kind if chip else "any chip"
         if self.row is None:
-            return f"{chosen}, the first that serves, since no row of the table is of such a call on {here}{without}"
+            return (
+                f"{chosen}, the first that supports the call, as no measured row is of such a call on {here}{without}"
+            )
         is_timed = self.name in self.row.milliseconds
-        reason = "the fastest that serves of" if is_timed else "the first that serves, since none does of"
+        reason = "the fastest that supports the call in" if is_timed else "the first that supports it, as none does in"
         which = "the row" if call == self.row.call else f"the row nearest to {call}"
-        borrowed = "" if here == self.row.chip else f"; {here} has no rows, and is of one generation with it"
+        borrowed = "" if here == self.row.chip else f"; {here} has no rows, and the same compute capability"
         return f"{chosen}, {reason} {which}: {self.row}{borrowed}{without}"
 
 

@@ -173,24 +173,26 @@ def test_a_table_of_another_chip_is_said():
     )
     assert len(own) == 2
     for line in own:
-        assert "of the row: causal 2048 × 128" in line and "benchmarks/results/h100-sxm5/kernels.json" in line
+        assert "in the row: causal 2048 × 128" in line and "benchmarks/results/h100-sxm5/kernels.json" in line
         assert "no rows" not in line
         assert "not cudnn: it cannot be compiled ahead of time, and there is no GPU here" in line
-    assert all("NVIDIA H200 has no rows, and is of one generation with it" in line for line in of_h200)
-    assert all(f"no row of the table is of such a call on {A100}" in line and "H100" not in line for line in of_a100)
+    assert all("NVIDIA H200 has no rows, and the same compute capability" in line for line in of_h200)
+    assert all(f"no measured row is of such a call on {A100}" in line and "H100" not in line for line in of_a100)
     nearest = on(H100, lambda: explain(flash_attention, *operands(1024, 128), key_range=causal(1024)))
-    assert all("of the row nearest to causal width 128 size 1,048,576: causal 2048 × 128" in line for line in nearest)
+    assert all("in the row nearest to causal width 128 size 1,048,576: causal 2048 × 128" in line for line in nearest)
     narrow = on(H100, lambda: explain(flash_attention, *operands(2048, 24), key_range=causal(2048)))
-    assert all("xla, the first that serves, since none does of the row nearest to causal width 24" in x for x in narrow)
+    assert all(
+        "xla, the first that supports it, as none does in the row nearest to causal width 24" in x for x in narrow
+    )
 
 
 def test_all_operations_are_explained():
     x = jax.ShapeDtypeStruct((16, 256), "bfloat16")
     (line,) = on(H100, lambda: explain(rms_norm, x))
-    assert line.startswith("rms_norm, training: triton, the first that serves, since no row of the table")
+    assert line.startswith("rms_norm, training: triton, the first that supports the call, as no measured row")
     (line,) = on(H100, lambda: explain(lambda x: rms_norm(rms_norm(x)), x))  # a choice is said once
     assert explain(rms_norm, x) == (
-        "rms_norm, training: reference, the first that serves, since no row of the table is of "
+        "rms_norm, training: reference, the first that supports the call, as no measured row is of "
         "such a call on cpu; not triton: it runs on NVIDIA GPUs from Ampere on, and this is "
         "lowered for cpu (cpu); not mosaic_tpu: it runs on TPU v4 and later, and this is "
         "lowered for cpu (cpu)",

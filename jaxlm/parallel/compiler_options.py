@@ -45,7 +45,7 @@ def check(mesh: Mesh, chosen: Mapping[str, Option]) -> None:
         platform = mesh.devices.flat[0].platform
         if unknown := _UNKNOWN.search(str(error)):
             raise InputError(
-                f"execution.compiler_options: XLA for a {platform.upper()} has no option {unknown[1]!r}; names are those "
-                "of XLA_FLAGS, without dashes"
+                f"execution.compiler_options: XLA for a {platform.upper()} has no option {unknown[1]!r}; names are "
+                "those of XLA_FLAGS, without dashes"
             ) from None
         raise InputError(f"execution.compiler_options: XLA for a {platform.upper()} refuses a value: {error}") from None

@@ -278,6 +278,11 @@ def _narrow(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """Return an array in float32, or int32 for integers: TPU v4 compares no narrow ones."""
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+
+
 def batched_first(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
     """Return `run` with a rule for `jax.vmap` that moves mapped dimensions to the front, the only place where Mosaic
     takes them.

@@ -38,6 +38,8 @@ _GENERATIONS = {
     "TPU7x": "v7x",
     "TPU7": "v7x",
 }
+# Devices whose kernels all others of their platform have too.
+_LEAST = {"gpu": "NVIDIA A100-SXM4-80GB", "tpu": "TPU v5"}
 # MiB of VMEM per core, from `jax.experimental.pallas.tpu.get_tpu_info`.
 _VMEM = {"v5e": 128, "v5p": 64, "v6e": 128, "v7x": 64}
 _LEAST_VMEM = 16
@@ -100,6 +102,11 @@ def of_kind(platform: str, kind: str, cores: int | None = None) -> TargetChip:
         named = (capability for name, capability in _CAPABILITIES if re.search(name, kind))
         return _gpu(kind, cores or 1, next(named, None))
     return TargetChip("cpu", kind, cores or 1)
+
+
+def any_of(platform: str) -> TargetChip:
+    """Return a target that stands for all of a platform, "gpu" or "tpu": the others have its kernels too."""
+    return of_kind(platform, _LEAST[platform])
 
 
 def _gpu(kind: str, cores: int, capability: tuple[int, int] | None) -> TargetChip:

@@ -166,10 +166,6 @@ class _Kernel(NamedTuple):
     is_one_backward: bool
 
 
-# Chips whose kernels all others of the platform have.
-_ANY_CHIP = {"gpu": "NVIDIA A100-SXM4-80GB", "tpu": "TPU v5"}
-
-
 class _KernelUse(NamedTuple):
     """A call's chip, direction, promise and dtype, by which its kernel is chosen."""
 
@@ -191,7 +187,7 @@ def _kernel(use: _KernelUse, sizes: _Sizes) -> _Kernel | None:
     shapes = (B, T, K * G, H), (B, S, K, H), (B, S, K, V)
     query, key, value = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     mask = (jax.ShapeDtypeStruct((B, T), "int32"),) * 2  # known only at run time
-    chip = target.of_kind(platform, device_kind or _ANY_CHIP[platform])
+    chip = target.of_kind(platform, device_kind) if device_kind else target.any_of(platform)
     name = kernel_of(chip, query, key, value, training=training, key_range=mask, deterministic=deterministic)
     if name is None:
         return None

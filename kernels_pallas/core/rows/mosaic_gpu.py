@@ -16,7 +16,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from kernels_pallas.core import hopper, target
 from kernels_pallas.core.hopper import THREADS, Warpgroup
-from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.launch import KernelCost, widened
 
 # Of a block, 32 for each thread: with a gradient's operands, scale and sums in float32 and the next row, that is 230 of
 # 255 registers. Where columns are independent half as many let more blocks run.
@@ -88,7 +88,7 @@ def run(
             values, totals = carry
             row = program + i * programs
             following = loaded(jnp.minimum(row + programs, R - 1))  # in flight while this one is computed
-            made, added = _on_one_row(step, C, tuple(map(_wide, values)), tuple(map(_wide, scales)))
+            made, added = _on_one_row(step, C, tuple(map(widened, values)), tuple(map(widened, scales)))
             for key, y in zip(results, made, strict=False):
                 ref[key].at[row, part][...] = y.astype(results[key].dtype)
             return following, tuple(total + more for total, more in zip(totals, added, strict=True))
@@ -119,10 +119,6 @@ def run(
 
 def _bytes_for_bools(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int8) if x.dtype == jnp.bool else x
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
 def _on_one_row(step: Callable, width: int, rows: tuple, vectors: tuple) -> tuple[tuple, tuple]:

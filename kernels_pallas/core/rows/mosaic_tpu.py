@@ -74,11 +74,11 @@ def run(
         rows_in, vectors_in, rows_out, sums_out = (
             [next(left) for _ in range(n)] for n in (len(rows), len(vectors), len(outputs), sums)
         )
-        values = tuple(_wide(ref[...]) for ref in rows_in)
+        values = tuple(launch.widened(ref[...]) for ref in rows_in)
         if sums and R % block_rows:  # beyond the array lie arbitrary values; sums would include them
             row = pl.program_id(1) * block_rows + jax.lax.broadcasted_iota(jnp.int32, (block_rows, columns), 0)
             values = tuple(jnp.where(row < R, x, jnp.zeros_like(x)) for x in values)
-        results, added = step(None, values, tuple(_wide(ref[...]) for ref in vectors_in))
+        results, added = step(None, values, tuple(launch.widened(ref[...]) for ref in vectors_in))
         for ref, result in zip(rows_out, results, strict=True):
             ref[...] = result.astype(ref.dtype)
         if not sums:
@@ -106,8 +106,3 @@ def run(
         name=name,
     )
     return tuple(results[: len(outputs)]), tuple(s[0] for s in results[len(outputs) :])
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    # TPU v4 compares no narrow integers.
-    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

@@ -89,14 +89,14 @@ def run(
             return tuple(launch.load(ref.at[at, :], mask) for ref in rows_in)
 
         def scales() -> tuple:
-            return tuple(_wide(launch.load(ref, inside)) for ref in vectors_in)
+            return tuple(launch.widened(launch.load(ref, inside)) for ref in vectors_in)
 
         # In whole rows their registers are better used by the next row; a block of columns has few of them, and Triton
         # computes an activation twice where they are loaded in the loop.
         kept = scales() if elementwise else None
 
         def one_block(i: jax.Array | int, values: tuple, totals: tuple) -> tuple:
-            results, added = step(inside, tuple(map(_wide, values)), scales() if kept is None else kept)
+            results, added = step(inside, tuple(map(launch.widened, values)), scales() if kept is None else kept)
             for ref, result in zip(rows_out, results, strict=True):
                 launch.store(ref.at[pl.ds(i * blocks.rows, blocks.rows), :], result, mask_of(i))
             return tuple(total + more for total, more in zip(totals, added, strict=True))
@@ -137,7 +137,3 @@ def run(
 def _split(refs: Sequence, *counts: int) -> list[tuple]:
     left = iter(refs)
     return [tuple(next(left) for _ in range(n)) for n in counts]
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

@@ -2,13 +2,17 @@
 
     pip install -e '.[cuda]'              # JAX 0.11.2 or newer; PyTorch, where it is installed, is timed as well
     python benchmarks/gpu.py [--minutes 10] [--only TEXT] [--out DIR]
-    JAX_PLATFORMS=cpu python benchmarks/gpu.py --dry-run --out DIR     # every measurement, tiny, on a CPU
+    JAX_PLATFORMS=cpu python benchmarks/gpu.py --dry-run [--out DIR]   # every measurement, tiny, on a CPU
 
 Measurements run in the order of what they decide, each in a process of its own. Every figure is printed, and written to
 DIR/<chip>/gpu.json, as soon as it is there; the programs and traces of training steps lie beside it. At the time limit,
 or at Ctrl-C, the measurement that runs is stopped, and what was measured stays. Kernels' rows are also written to
-DIR/<chip>/kernels.json, and the table that such rows make for `implementation=None` to DIR/<chip>/measured.json:
-`python -m kernels_pallas.bench.choose` makes it the table of this repository.
+DIR/<chip>/kernels.json, and the table that such rows make for `implementation=None` to DIR/<chip>/measured.json. DIR is
+`benchmarks/results`, where `python -m kernels_pallas.bench.choose` makes it the table of this repository, or with
+`--dry-run` a new temporary folder.
+
+A second run on the same day with the same versions, such as one with `--only`, replaces what it measures again and
+keeps the rest; any other run replaces the files.
 
 Expectations are of an H100 SXM: measured there on 2026-11-26, or predicted from compiled programs. docs/kernels.md and
 benchmarks/README.md say which.
@@ -23,6 +27,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -228,12 +233,15 @@ class Results:
     """Figures as they come, written to files after each."""
 
     def __init__(self, device: str, folder: Path, dry: bool):
-        """Begin with none. `device`: JAX's name of it."""
+        """Begin with those of an earlier run that may be added to. `device`: JAX's name of it."""
         self._device, self._chip, self._folder, self._dry = device, results.chip(device), folder, dry
-        self._measured: list[dict[str, Any]] = []
-        self._kernels: list[dict[str, Any]] = []
-        self._ceilings: dict[str, Any] = {}
         self._began = time.monotonic()
+        earlier, kernels = (results.of_today(results.file_of(x, self._chip, folder)) for x in ("gpu", "kernels"))
+        if earlier.get("device") != device or earlier.get("dry_run") != dry:
+            earlier, kernels = {}, {}
+        self._measured: list[dict[str, Any]] = [each for each in earlier.get("measurements", ()) if each["ended"]]
+        self._kernels: list[dict[str, Any]] = [*kernels.get("rows", ()), *kernels.get("left_out", ())]
+        self._ceilings: dict[str, Any] = kernels.get("ceilings", {})
 
     @property
     def place(self) -> Path:
@@ -245,6 +253,9 @@ class Results:
         if name := said.get("begins"):
             self.end("complete")
             self._now = next(each for each in PLAN if each.name == name)
+            again = self._now.arguments.get("operations", ())
+            self._measured = [each for each in self._measured if each["name"] != name]
+            self._kernels = [row for row in self._kernels if row["operation"] not in again]
             self._measured.append({"name": name, "figures": [], "ended": ""})
             print(f"{name} ({time.monotonic() - self._began:.0f} s)", flush=True)
         elif error := said.get("error"):
@@ -290,7 +301,9 @@ class Results:
             return f"wrote {file}"
         table = file.with_name("measured.json")
         table.write_text(choose.written(rows), encoding="utf-8")
-        return f"wrote {file}, {kernels.name} and {table.name}; python -m kernels_pallas.bench.choose reads them"
+        return (
+            f"wrote {file}, {kernels.name} and {table.name}; python -m kernels_pallas.bench.choose reads {kernels.name}"
+        )
 
     def table(self) -> TextTable:
         """Return every figure beside what is expected; those of a measurement that did not run are empty."""
@@ -396,7 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="the time limit")
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose names contain one of TEXT;TEXT …")
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the results")
+    parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results; a new one with --dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
     parser.add_argument(
         "--list", action="store_true", help="print the figures that are expected, as a table in Markdown"
@@ -414,7 +427,7 @@ def main() -> None:
     if not 0 < 60 * arguments.minutes < threading.TIMEOUT_MAX:
         parser.error("--minutes must be positive, and finite")
     if arguments.list:
-        return print(*page(Results("", arguments.out, False)), sep="\n")
+        return print(*page(Results("", results.FOLDER, False)), sep="\n")
     deadline = time.monotonic() + 60 * arguments.minutes
     try:
         kind = device()
@@ -427,11 +440,12 @@ def main() -> None:
     if not importlib.util.find_spec("torch"):
         wanted = [each for each in wanted if not each.arguments.get("pytorch")]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    found = Results(kind, arguments.out, arguments.dry_run)
+    out = arguments.out or (Path(tempfile.mkdtemp(prefix="jaxlm-gpu-")) if arguments.dry_run else results.FOLDER)
+    found = Results(kind, out, arguments.dry_run)
     try:
         found.write()
     except OSError as error:
-        parser.error(f"--out {arguments.out} cannot be written: {error.strerror}")
+        parser.error(f"--out {out} cannot be written: {error.strerror}")
     try:
         for together in [wanted] if arguments.dry_run else [[each] for each in wanted]:
             left = deadline - time.monotonic()

@@ -76,15 +76,29 @@ def _listed(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
+def file_of(benchmark: str, chip: str, folder: Path = FOLDER) -> Path:
+    """Return the file of one benchmark's results."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / f"{benchmark}.json"
+
+
+def of_today(file: Path) -> dict[str, Any]:
+    """Return a results file of this day and these versions, to which a run may add; empty where there is none."""
+    try:
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return earlier if (earlier["day"], earlier["versions"]) == (_today(), versions()) else {}
+
+
 def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOLDER) -> Path:
     """Write one benchmark's results with chip, versions, command and day, and return the file."""
     command = shlex.join(["python", Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])])
-    path = folder / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / f"{benchmark}.json"
+    path = file_of(benchmark, chip, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     described = {
         "benchmark": benchmark,
         "command": command,
-        "day": time.strftime("%Y-%m-%d"),
+        "day": _today(),
         "chip": chip,
         "processor": _processor(),
         "python": platform.python_version(),
@@ -93,6 +107,10 @@ def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOL
     }
     files.replace(path, json.dumps(described, indent=1) + "\n")
     return path
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d")
 
 
 def _processor() -> str:

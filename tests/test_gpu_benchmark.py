@@ -45,6 +45,30 @@ def test_it_ends_at_its_time_limit_with_what_it_has(tmp_path):
     assert all(each["ended"] == "the time limit" for each in results["measurements"])
 
 
+def test_a_second_run_keeps_what_it_does_not_measure_again(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+
+    def run(measurement, operation, value):
+        found = gpu.Results("cpu", tmp_path, dry=True)
+        found.take({"begins": measurement})
+        found.take({"name": "of it", "value": value, "details": {}, "kernel": {"operation": operation, "ms": value}})
+        found.end("complete")
+        measurements = json.loads(found.write().read_text())["measurements"]
+        kernels = json.loads(found.write().with_name("kernels.json").read_text())["rows"]
+        values = {each["name"]: figure["value"] for each in measurements for figure in each["figures"]}
+        return values, {row["operation"]: row["ms"] for row in kernels}
+
+    run("attention", "flash_attention", 1)
+    assert run("loss", "linear_cross_entropy", 2) == (
+        {"attention": 1, "loss": 2},
+        {"flash_attention": 1, "linear_cross_entropy": 2},
+    )
+    assert run("attention", "flash_attention", 3)[1] == {"flash_attention": 3, "linear_cross_entropy": 2}
+    monkeypatch.setattr(gpu.results, "versions", lambda: {"jax": "another"})
+    assert run("loss", "linear_cross_entropy", 4) == ({"loss": 4}, {"linear_cross_entropy": 4})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,8 +1,11 @@
 """The mask of rows that are one document each: known while tracing, and the same as the mask of their positions."""
 
+from types import SimpleNamespace
+
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -16,6 +19,9 @@ from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.models.masks import OneDocumentMask
 from jaxlm.models.positions import document_lengths, packed_causal_mask
 from jaxlm.parallel.layout import AXES
+from jaxlm.training.goodput import Clock
+from jaxlm.training.loop import Start, Trainer
+from jaxlm.training.paths import RunPaths
 from jaxlm.training.step import TrainStep
 from kernels_pallas import explain
 from kernels_pallas.flash_attention import cudnn
@@ -86,3 +92,18 @@ def test_rows_of_a_store_are_one_document_each_or_not(tmp_path):
     whole, several = store("one", "a" * 20), store("two", "a" * 9, "a" * 9)
     assert Rows(whole, 16).is_one_document
     assert not Rows(several, 16).is_one_document and Rows(several, 8).is_one_document
+
+
+@pytest.mark.parametrize("second", ["a" * 17, "ab"])
+def test_a_run_knows_its_mask_where_each_row_of_every_source_is_one_document(tmp_path, monkeypatch, second):
+    def source(name, *texts):
+        store = write_store(tmp_path / name, texts, characters_tokenizer(["ab"]))
+        return SimpleNamespace(train=store, held_out=store, weight=0.5)
+
+    known, of = [], TrainStep.of
+    monkeypatch.setattr(TrainStep, "of", lambda settings, each: known.append(each) or of(settings, each))
+    sources = {"whole": source("whole", "a" * 20), "other": source("other", second, second)}
+    experiment = model_fixtures.experiment(model_fixtures.model(num_layers=1), sequence=16)
+    start = Start(clock=Clock(), display=SimpleNamespace(say=print), profiler=None, stop=None, trains_from=known.append)
+    Trainer(experiment, SimpleNamespace(sources=sources), meshes.make(), RunPaths(tmp_path), lambda _: None, start)
+    assert known == [len(second) > 16]

@@ -55,7 +55,7 @@ def choose(work: Workload, capacity: int | None) -> LayerChoice:
         if needed > capacity:
             sizes = f"{units.memory(needed)}, more than a device's {units.memory(capacity)}"
             return LayerChoice(True, f"{name}, counted memory of {sizes}")
-    return LayerChoice(False, f"{name}, {layers} layers, remat {remat}")
+    return LayerChoice(False, f"{name}, {layers} layer{'s' * (layers > 1)}, remat {remat}")
 
 
 def resolved(work: Workload, capacity: int | None) -> Workload:

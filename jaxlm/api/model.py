@@ -356,7 +356,9 @@ class LoadedModel:
         else:
             self.source.text.check_held_out(experiment)
         parameters = self.parameters
-        execution = experiment_on(experiment, self.mesh).execution.model_copy(update={"dtype": self.dtype})
+        # The options are of the programs of training, perhaps on chips that take others.
+        here = {"dtype": self.dtype, "compiler_options": {}}
+        execution = experiment_on(experiment, self.mesh).execution.model_copy(update=here)
         steps = TrainStep(self.config, execution, training, experiment.optimizer).jitted(self.mesh)
         with display or Display() as shown:
             if data is None:

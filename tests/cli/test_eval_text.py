@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from runs import write_config
+from runs import untrained, write_config
 
-from jaxlm import config
+from jaxlm import api, config
 from jaxlm.cli import main
 from jaxlm.cli.progress import Bar
 from jaxlm.core.errors import InputError
@@ -85,6 +85,16 @@ def test_other_data_is_read_whole_and_what_is_broken_of_it_is_said(text, tmp_pat
     assert len(rows.store.lengths) == 9
     out, error = capsys.readouterr()
     assert out == "" and "skipped: " in error and "other.jsonl:10 is not JSON" in error
+
+
+def test_a_run_is_measured_where_its_compiler_options_are_unknown(tmp_path):
+    run = Run(untrained(tmp_path / "run", "model.num_layers=1"))
+    section = "[execution.compiler_options]\n"
+    trained = run.paths.config.read_text()
+    assert section in trained
+    run.paths.config.write_text(trained.replace(section, f"{section}xla_of_another_chip = 1\n"))
+    (tmp_path / "other.txt").write_text("some words " * 99)
+    assert api.load(run.paths.directory).evaluate(str(tmp_path / "other.txt")).loss > 0
 
 
 def test_data_without_a_name_is_refused(tmp_path, capsys):

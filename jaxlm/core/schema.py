@@ -198,7 +198,9 @@ class Change(NamedTuple):
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, shortened."""
+    """Return a value for a message as a configuration has it, shortened."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return "none" if value is None else textwrap.shorten(str(value), 80, placeholder=" …")
 
 

@@ -25,7 +25,7 @@ from jaxlm.lowering.assemblers import assemblers
 from jaxlm.lowering.assembly import AssembledKernel, assemble, compile_to_ptx
 from jaxlm.lowering.bundles import ScheduledKernel
 from jaxlm.lowering.sass import HotLoop
-from jaxlm.lowering.tile_products import needed_multiply_adds
+from jaxlm.lowering.tile_products import TileWork, tile_work
 from kernels_pallas.core import target
 from kernels_pallas.core.cases import KernelCase, KernelOperation
 from kernels_pallas.core.choice import KERNELS, cannot_lower
@@ -124,12 +124,19 @@ _Compiler = Callable[["_LoweredRow"], list[AssembledKernel] | list[ScheduledKern
 def _assembled(program: "_LoweredRow") -> list[AssembledKernel]:
     """Return the kernels as each assembler at hand makes them."""
     kernels = [
-        kernel._replace(needed=next((n for name, n in program.needed.items() if _is(name, kernel.name)), 0))
+        _with_tile_work(kernel, program.work)
         for text in compile_to_ptx(program.lowered)
         for assembler in assemblers()
         for kernel in assemble(text, assembler)
     ]
     return sorted(kernels, key=lambda kernel: (kernel.name, kernel.assembler))
+
+
+def _with_tile_work(kernel: AssembledKernel, known: dict[str, TileWork]) -> AssembledKernel:
+    """Return a kernel with what its machine code does not say: the products needed, and the copy engine's bytes."""
+    work = next((work for name, work in known.items() if _is(name, kernel.name)), TileWork())
+    hot = kernel.hot._replace(bytes=kernel.hot.bytes + work.copied)
+    return kernel._replace(needed=work.multiply_adds, hot=hot)
 
 
 def _is(launched: str, assembled: str) -> bool:
@@ -154,11 +161,11 @@ def _scheduled(folder: Path) -> _Compiler:
 
 
 class _LoweredRow(NamedTuple):
-    """A row's lowered program, its digest, and the matrix multiply-adds that its kernels need (tile_products.py)."""
+    """A row's lowered program, its digest, and the work on tiles of its kernels by name (tile_products.py)."""
 
     lowered: jax.stages.Lowered
     digest: str
-    needed: dict[str, int]
+    work: dict[str, TileWork]
 
 
 def _lower_rows(chip: str) -> dict[MatrixRow, _LoweredRow | Outcome]:
@@ -209,7 +216,7 @@ def _lower(row: MatrixRow, mesh: Mesh) -> _LoweredRow | Outcome:
     if len(kernels) < least:
         return Outcome(f"the program has {len(kernels)} kernels; it needs {least}, one for each direction")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return _LoweredRow(lowered, digest, needed_multiply_adds(traced.jaxpr))
+    return _LoweredRow(lowered, digest, tile_work(traced.jaxpr))
 
 
 def _compile(row: MatrixRow, program: _LoweredRow, compiled: _Compiler) -> Outcome:

@@ -43,7 +43,8 @@ class HotLoop(NamedTuple):
       integer: integer additions, comparisons, selects and shifts; moves and conversions are not counted.
       multiply_adds: 16-bit matrix multiply-adds; tf32, which takes twice as long, counts twice. Those of Blackwell's
         tcgen05 are unknown, for its instructions do not name their shapes.
-      bytes: read and written in device memory by load and store instructions, without the copy engine (TMA).
+      bytes: read and written in device memory, by load and store instructions as read here; those of the copy engine
+        (TMA), which name no sizes, are added from `tile_products.TileWork`.
     """
 
     instructions: int

@@ -1,11 +1,12 @@
-"""The matrix products that one iteration of a kernel's hot loop needs, read from the traced kernel.
+"""The work on tiles that one iteration of a kernel's hot loop asks for, read from the traced kernel.
 
-Machine code that multiplies more than that does work twice: for example, two warpgroups compute the same scores.
+Machine code that multiplies more than that does work twice: for example, two warpgroups compute the same scores. What
+the copy engine (TMA) moves can only be read here, since its instructions name no sizes.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
@@ -14,19 +15,31 @@ _LOOPS = ("scan", "while")
 _WARPGROUP = 4  # warps that share a product of Mosaic GPU
 
 
-def needed_multiply_adds(program: Jaxpr) -> dict[str, int]:
-    """Return the matrix multiply-adds that a warp needs to do in one iteration of each kernel's hot loop, by name.
+class TileWork(NamedTuple):
+    """The work of one warp in one iteration of a kernel's hot loop.
 
-    The hot loop is the innermost loop with the most products, as in `sass.HotLoop`; a kernel without loops counts as a
-    whole. All warps of a block share a product of Triton's, and the four of a warpgroup one of Mosaic GPU's. Products
-    of float32 count twice, for they are multiplied as tf32. A kernel without products needs 0.
+    Attributes:
+      multiply_adds: that its matrix products need. Products of float32 count twice, for they are multiplied as tf32.
+      copied: bytes that the copy engine moves from or to device memory.
     """
-    return {
-        eqn.params["name"]: max((_products(body, _warps(eqn)) for body in _inner_loops(eqn)), default=0)
-        or _products(eqn, _warps(eqn))
-        for eqn in _equations(program)
-        if eqn.primitive.name in _LAUNCHES
-    }
+
+    multiply_adds: int = 0
+    copied: int = 0
+
+
+def tile_work(program: Jaxpr) -> dict[str, TileWork]:
+    """Return the work on tiles in the hot loop of each kernel, by name.
+
+    The hot loop is the innermost loop with the most products, or else with the most copies; a kernel with neither in
+    its loops counts as a whole, as in `sass.HotLoop`. All warps of a block share the work of Triton's kernels, and the
+    four of a warpgroup that of Mosaic GPU's.
+    """
+    work = {}
+    for kernel in _equations(program):
+        if kernel.primitive.name in _LAUNCHES:
+            hottest = max((_work(body, kernel) for body in _inner_loops(kernel)), default=TileWork())
+            work[kernel.params["name"]] = hottest if any(hottest) else _work(kernel, kernel)
+    return work
 
 
 def _equations(*jaxprs: Any) -> Iterator[JaxprEqn]:
@@ -53,9 +66,10 @@ def _warps(kernel: JaxprEqn) -> int:
     return getattr(kernel.params["compiler_params"], "num_warps", None) or _WARPGROUP
 
 
-def _products(eqn: JaxprEqn, warps: int) -> int:
-    """Return the multiply-adds of one warp for all products inside an equation."""
-    return sum(map(_multiply_adds, _inside(eqn))) // warps
+def _work(part: JaxprEqn, kernel: JaxprEqn) -> TileWork:
+    """Return one warp's share of all products and copies inside an equation of a kernel."""
+    equations, warps = list(_inside(part)), _warps(kernel)
+    return TileWork(*(sum(map(count, equations)) // warps for count in (_multiply_adds, _copied)))
 
 
 def _multiply_adds(eqn: JaxprEqn) -> int:
@@ -69,6 +83,17 @@ def _multiply_adds(eqn: JaxprEqn) -> int:
     else:
         return 0
     return math.prod(sums.shape) * k * (2 if left.dtype == "float32" else 1)
+
+
+def _copied(eqn: JaxprEqn) -> int:
+    """Return the bytes of a copy between device memory and shared memory."""
+    operands = {"copy_gmem_to_smem": 3, "copy_smem_to_gmem": 2}.get(eqn.primitive.name)  # indices follow
+    if operands is None:
+        return 0
+    source, tree = eqn.invars[0].aval, eqn.params["src_transforms_treedef"]
+    for transform in tree.unflatten(eqn.invars[operands : operands + tree.num_leaves]):
+        source = transform.transform_type(source)
+    return math.prod(source.shape) * source.dtype.itemsize
 
 
 def _wgmma_operands(eqn: JaxprEqn) -> tuple[Any, Any]:

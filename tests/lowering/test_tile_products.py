@@ -1,4 +1,4 @@
-"""Products that kernels need in their hot loops."""
+"""Work on tiles that kernels need in their hot loops."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from markers import ELSEWHERE
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.kernel_matrix import CHIPS
-from jaxlm.lowering.tile_products import needed_multiply_adds
+from jaxlm.lowering.tile_products import TileWork, tile_work
 from kernels_pallas import flash_attention, matmul
 from kernels_pallas.core import target
 from kernels_pallas.flash_attention.triton import default_blocks as attention_blocks
@@ -26,7 +26,7 @@ def _needed(function, *shapes, dtype="bfloat16"):
     mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS["H100"]))[:1]), ("one",))
     with jax.set_mesh(mesh):
         traced = jax.jit(program).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
-        return needed_multiply_adds(traced.jaxpr), target.current()
+        return tile_work(traced.jaxpr), target.current()
 
 
 @ELSEWHERE
@@ -41,7 +41,8 @@ def test_products_of_triton_are_shared_by_all_warps():
     widths = {"forward": width + 128, "query_gradient": 2 * width + 128, "key_gradient": 2 * (width + 128)}
     for kernel, columns in widths.items():
         tile = getattr(blocks, kernel)
-        assert needed.pop(f"flash_attention_{kernel}") == tile.queries * tile.keys * columns // tile.warps
+        work = TileWork(tile.queries * tile.keys * columns // tile.warps)
+        assert needed.pop(f"flash_attention_{kernel}") == work
     assert not needed
 
 
@@ -50,7 +51,9 @@ def test_products_of_mosaic_gpu_are_shared_by_a_warpgroup():
     """A warp has 16 rows of its warpgroup's 64: of scores and sums forward, and of the five products of a gradient."""
     needed, _ = _needed(lambda *arrays: flash_attention(*arrays, implementation="mosaic_gpu"), *[(1, 512, 2, 64)] * 3)
     for kernel, products in (("forward", 2), ("gradients", 5)):
-        tile = needed.pop(f"flash_attention_{kernel}") / (16 * 64 * products)
+        work = needed.pop(f"flash_attention_{kernel}")
+        assert not work.copied  # another warpgroup loads
+        tile = work.multiply_adds / (16 * 64 * products)
         assert tile >= 64 and tile % 16 == 0  # keys, or queries, of a step
     assert not needed
 
@@ -59,4 +62,6 @@ def test_products_of_mosaic_gpu_are_shared_by_a_warpgroup():
 def test_products_of_float32_count_twice():
     needed, chip = _needed(lambda a, b: matmul(a, b, implementation="triton"), (512, 512), (512, 512), dtype="float32")
     m, n, k, warps, *_ = matmul_blocks(512, 512, 512, 4, chip)
-    assert needed == dict.fromkeys(("matmul", "matmul_backward_a", "matmul_backward_b"), 2 * m * n * k // warps)
+    assert needed == dict.fromkeys(
+        ("matmul", "matmul_backward_a", "matmul_backward_b"), TileWork(2 * m * n * k // warps)
+    )

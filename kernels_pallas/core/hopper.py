@@ -106,14 +106,18 @@ class Warpgroup:
         plgpu.copy_gmem_to_smem(source, destination, barrier)
 
     def tma_store(self, *copies: tuple[jax.Array, Any, Any]) -> None:
-        """Write values through buffers in shared memory to global memory: (value, buffer, destination) each."""
+        """Write values through buffers in shared memory to global memory: (value, buffer, destination) each.
+
+        Of a buffer with more rows than the destination only the first are written.
+        """
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         for value, buffer, _ in copies:
             buffer[...] = value.astype(buffer.dtype)
         self.commit()
         for _, buffer, destination in copies:
-            plgpu.copy_smem_to_gmem(buffer, destination)
+            rows = destination.shape[0]
+            plgpu.copy_smem_to_gmem(buffer if rows == buffer.shape[0] else buffer.at[pl.ds(0, rows)], destination)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers are free again
 
     def tma_add(
@@ -206,6 +210,18 @@ class Warpgroup:
         # LLVM takes one of the last registers as the source of all zeros. It belongs to no accumulator, so the
         # assembler still knows the initial values of the others, and leaves out 32 moves for each 64 × 64.
         return pl.run_scoped(multiply, *products, plgpu.ACC((ROWS, 8), jnp.float32))
+
+    def wgmma_by_columns(self, a: Any, b: Any) -> jax.Array:
+        """Return a · b in float32 of a [64, k] and b [k, n] in shared memory."""
+        if self.interpret:
+            return self._interpreted_product(a[...], b, 0)
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def multiply(product_ref: Any) -> jax.Array:
+            plgpu.wgmma(product_ref, a, b)
+            return product_ref[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
     def wgmma_accumulate(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
         """Return total + a · b in float32 of each (total, a, b), of values a [64, k] and b [k, n] in shared memory."""

@@ -6,19 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.core import checks, launch
-from kernels_pallas.core.choice import choose
+from kernels_pallas.core import checks
+from kernels_pallas.core.choice import cannot_lower, choose, fastest
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.paged_attention import mosaic_tpu, reference, triton, xla
+from kernels_pallas.paged_attention import mosaic_gpu, mosaic_tpu, reference, triton, xla
 
 __all__ = ["paged_attention"]
 
-_ATTEND = {
-    "reference": reference.paged_attention,
-    "triton": triton.paged_attention,
-    "mosaic_tpu": mosaic_tpu.paged_attention,
-    "xla": xla.paged_attention,
-}
+# In order of preference.
+KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_UNMEASURED = ("mosaic_gpu",)  # beside Triton's, which serve more calls
 
 
 def paged_attention(
@@ -49,9 +47,10 @@ def paged_attention(
         zeros.
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap.
-      implementation: "reference", "triton", "mosaic_tpu" or "xla"; None is "triton" on NVIDIA GPUs and "mosaic_tpu" on
-        TPUs where they serve, and otherwise "xla", which walks over the pages that a row sees and holds the scores of
-        one page of each sequence; on the GPUs of a mesh in context it gathers all pages of the table at once.
+      implementation: "reference", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu" or "xla"; None is "triton" on NVIDIA
+        GPUs and "mosaic_tpu" on TPUs where they serve, "mosaic_gpu" where JAX no longer lowers Triton, and otherwise
+        "xla", which walks over the pages that a row sees and holds the scores of one page of each sequence; on the GPUs
+        of a mesh in context it gathers all pages of the table at once.
 
     Returns [Q, T, N, V] in query's dtype. It has no derivative.
 
@@ -61,25 +60,27 @@ def paged_attention(
     """
     _check(query, key, value, table, key_range)
     reasons = {
-        "triton": lambda _: triton.unsupported_reason(query, value),
-        "mosaic_tpu": lambda _: mosaic_tpu.unsupported_reason(query, value),
-        "xla": lambda _: None,
+        name: lambda _, kernel=kernel: kernel.unsupported_reason(query, value) for name, kernel in KERNELS.items()
     }
-    chosen = choose("paged_attention", implementation, reasons)
+    chosen = choose("paged_attention", implementation, reasons | {"xla": lambda _: None}, by_name=_UNMEASURED)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
-    return _ATTEND[chosen](query, key, value, table, key_range=KeyRange(*key_range), scale=scale, soft_cap=soft_cap)
+    attend = (KERNELS | {"reference": reference, "xla": xla})[chosen].paged_attention
+    return attend(query, key, value, table, key_range=KeyRange(*key_range), scale=scale, soft_cap=soft_cap)
 
 
-def kernel_on(platform: str, query: Any, value: Any) -> str | None:
-    """Return the kernel that None takes on the chips of a platform that one is compiled for, or None without one.
+def kernel_on(chip: TargetChip, query: Any, value: Any) -> str | None:
+    """Return the kernel that None takes on a chip, which need not be here, or None without one.
 
     Args:
       query, value: arrays, or shapes and dtypes.
     """
-    if platform == "gpu" and launch.has_triton() and triton.unsupported_reason(query, value) is None:
-        return "triton"
-    return "mosaic_tpu" if platform == "tpu" and mosaic_tpu.unsupported_reason(query, value) is None else None
+
+    def unsupported_reason(name: str) -> str | None:
+        return cannot_lower(name, chip) or KERNELS[name].unsupported_reason(query, value)
+
+    name = fastest("paged_attention", unsupported_reason, KERNELS, chip, _UNMEASURED).name
+    return name if name in KERNELS else None
 
 
 def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any]) -> None:

@@ -4,10 +4,8 @@ import numpy as np
 
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.paged_attention import mosaic_tpu, paged_attention, reference, triton
+from kernels_pallas.paged_attention import KERNELS, paged_attention, reference
 from kernels_pallas.paged_attention.costs import kernel_costs
-
-_KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
 
 # Inside, weights are rounded before they are multiplied.
 _ROUNDINGS = 2
@@ -67,6 +65,28 @@ CASES = (
         options={"soft_cap": 2.0},
         dtypes=("float32", "bfloat16"),
     ),
+    _case(
+        "wide, window, cap, no keys",
+        queries=2,
+        heads=(6, 2),
+        width=(64, 128),
+        page=64,
+        pages=6,
+        window=150,
+        empty=True,
+        options={"soft_cap": 2.0, "scale": 0.3},
+        dtypes=("bfloat16",),
+    ),
+    _case(
+        "wide tile, more than a block",
+        sequences=1,
+        queries=24,
+        heads=(6, 2),
+        width=(128, 64),
+        page=128,
+        pages=2,
+        dtypes=("float16",),
+    ),
     _case("small", page=32, uses={"bench"}),
     _case("8 × 2048, 32/8 × 128", sequences=8, heads=(32, 8), width=(128, 128), **_CHIPS),
     _case("1 × 2048, 32/8 × 128", sequences=1, heads=(32, 8), width=(128, 128), **_CHIPS),
@@ -85,10 +105,10 @@ CASES = (
 
 def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     structs = case.structs(dtype)
-    kernel = _KERNELS.get(implementation)
+    kernel = KERNELS.get(implementation)
     return kernel is None or kernel.unsupported_reason(structs["query"], structs["value"]) is None
 
 
 OPERATION = KernelOperation(
-    paged_attention, reference.paged_attention, tuple(_KERNELS), CASES, kernel_costs, ("xla",), _serves
+    paged_attention, reference.paged_attention, tuple(KERNELS), CASES, kernel_costs, ("xla",), _serves
 )

@@ -109,7 +109,7 @@ def launch_costs(
 ) -> tuple[KernelCost, ...]:
     """Return the cost of each launch that attends to this many tokens of each sequence, for operands as `page_cost`
     takes them."""
-    if implementation != "triton":
+    if implementation not in ("triton", "mosaic_gpu"):
         return (one_kernel_cost(query, key, value, tokens, soft_cap),)
     of_lanes = lanes(query.shape[1], tokens)
     return lanes_cost(query, key, value, tokens, of_lanes, soft_cap), join_cost(query, value.shape[3], of_lanes)

@@ -127,6 +127,8 @@ def _slow(chip, outcomes):
             products = {PRODUCTS[chip] if multiplies else ""}
             if kernel.name == "paged_attention":  # of few queries, the smallest tiles alone
                 products = {PRODUCTS[chip], "mma.sync"}
+            if kernel.name == "paged_attention_mosaic_gpu_kernel":
+                products = {PRODUCTS[chip]}
             if kernel.spilled > _allowed_spills(kernel, chip):
                 yield f"{where}: spills"
             if kernel.remarks:

@@ -191,6 +191,34 @@ def test_no_surroundings_change_a_bit_of_a_row(name, size):
         np.testing.assert_array_equal(surrounded(*shape), expected)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("queries", [1, 12])
+def test_no_surroundings_change_a_bit_of_a_row_by_mosaic_gpu(queries):
+    """Rows of several lanes, or of several blocks of 64, whose ranges leave their pages; in another batch, in a wider
+    table, beside pages of NaN."""
+    random = np.random.default_rng(0)
+    key, value, q = (
+        jnp.asarray(random.standard_normal(shape, np.float32)).astype("bfloat16")
+        for shape in [(PAGES, 1, 64, 64), (PAGES, 1, 64, 128), (2, queries, 6, 64)]
+    )
+    table = jnp.asarray([[3, 7, 1, 5, 6, 9], [4, 2, 0, 0, 0, 0]], jnp.int32)
+    end = jnp.asarray([[390], [70]]) - jnp.arange(queries)[None, ::-1]  # the first table has 384 tokens
+    start = end - 290
+    together = attend("mosaic_gpu", q, key, value, table, key_range=(start, end))
+    expected = paged_attention(q, key, value, table, key_range=(start, end), implementation="reference")
+    np.testing.assert_allclose(np.float32(together), np.float32(expected), rtol=0, atol=2e-2)
+    seen = np.zeros((PAGES, 64), bool)
+    for row, first, last in zip(np.asarray(table), np.asarray(start).min(1), np.asarray(end).max(1), strict=True):
+        for position in range(max(first, 0), min(last, 384)):
+            seen[row[position // 64], position % 64] = True
+    key, value = jnp.where(seen[:, None, None], key, jnp.nan), jnp.where(seen[:, None, :, None], value, jnp.nan)
+    for i in range(2):
+        wider = jnp.pad(table[i : i + 1], [(0, 0), (0, 5)], constant_values=PAGES - 1)
+        own_range = start[i : i + 1], jnp.minimum(end[i : i + 1], 384)
+        alone = attend("mosaic_gpu", q[i : i + 1], key, value, wider, key_range=own_range)
+        np.testing.assert_array_equal(np.asarray(alone[0]), np.asarray(together[i]))
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "width", "size"), [(4, 1, 8, 32), (4, 2, 8, 128), (4, 2, 24, 128), (3, 1, 64, 128)]
 )

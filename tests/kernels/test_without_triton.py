@@ -18,9 +18,10 @@ from numerics import check, served
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import hlo, launched_kernels, targets
 from kernels_pallas import flash_attention, paged_attention, rms_norm, rotary_embedding
-from kernels_pallas.core import choice, interpreted, launch
+from kernels_pallas.core import choice, interpreted, launch, target
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.flash_attention import causal, sliding_window
+from kernels_pallas.paged_attention import kernel_on
 
 TRITON = "jax.experimental.pallas.triton"
 
@@ -54,6 +55,17 @@ def test_rows_take_mosaic_gpu_on_hopper_without_a_word():
     assert "gpu_block" in text and not said
     text, said = traced(jax.grad(lambda x: rms_norm(x).sum()), "NVIDIA H200", (16, 4096))
     assert "rms_norm_backward" in text and "gpu_block" in text and not said
+
+
+@pytest.mark.parametrize("kind, page, mosaic_gpu", [("NVIDIA H200", 128, True), ("NVIDIA H200", 96, False)])
+def test_pages_take_mosaic_gpu_on_hopper(kind, page, mosaic_gpu):
+    query, key, value = (2, 1, 8, 128), (5, 2, 128, page), (5, 2, page, 128)
+    table, end = jnp.ones((2, 3), jnp.int32), jnp.full((2, 1), 100)
+    attend = functools.partial(paged_attention, table=table, key_range=(jnp.zeros_like(end), end))
+    text, said = traced(attend, kind, query, key, value)
+    assert ("gpu_block" in text) == mosaic_gpu and bool(said) != mosaic_gpu
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, value)]
+    assert kernel_on(target.of_kind("gpu", kind), *structs) == ("mosaic_gpu" if mosaic_gpu else None)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +109,9 @@ def test_attention_takes_cudnn_or_xla_with_one_line(kind, mask, chosen, monkeypa
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compiler is for Linux on x86-64"
 )
-def test_pages_are_gathered_at_once_on_a_gpu():
+def test_pages_are_gathered_at_once_on_ampere():
     """In at most 12 launches for a layer; a loop would have as many for each page."""
-    mesh = Mesh(np.array(targets.devices(Target.parse("h100-sxm:1"))), ("one",))
+    mesh = Mesh(np.array(targets.devices(Target.parse("a100-sxm4-80g:1"))), ("one",))
     shapes = [(8, 1, 32, 128), (129, 8, 128, 128), (129, 8, 128, 128), (8, 16), (8, 1), (8, 1)]
     dtypes = [*["bfloat16"] * 3, *["int32"] * 3]
     whole = NamedSharding(mesh, PartitionSpec())

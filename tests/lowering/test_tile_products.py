@@ -10,7 +10,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.kernel_matrix import CHIPS
 from jaxlm.lowering.tile_products import TileWork, tile_work
-from kernels_pallas import flash_attention, matmul
+from kernels_pallas import flash_attention, matmul, paged_attention
 from kernels_pallas.core import target
 from kernels_pallas.flash_attention.triton import default_blocks as attention_blocks
 from kernels_pallas.matmul.triton import default_blocks as matmul_blocks
@@ -64,4 +64,22 @@ def test_products_of_float32_count_twice():
     m, n, k, warps, *_ = matmul_blocks(512, 512, 512, 4, chip)
     assert needed == dict.fromkeys(
         ("matmul", "matmul_backward_a", "matmul_backward_b"), TileWork(2 * m * n * k // warps)
+    )
+
+
+@ELSEWHERE
+def test_a_warpgroup_shares_what_the_copy_engine_loads():
+    """Paged attention loads 64 keys and values in a step; the join of its programs 64 columns, of 8 rows at least."""
+    mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS["H100"]))[:1]), ("one",))
+    shapes = [(2, 1, 8, 128), (5, 2, 128, 64), (5, 2, 64, 64), (2, 16), (2, 1), (2, 1)]
+    structs = map(jax.ShapeDtypeStruct, shapes, ["bfloat16"] * 3 + ["int32"] * 3)
+    with jax.set_mesh(mesh):
+        work = tile_work(
+            jax.make_jaxpr(
+                lambda q, k, v, t, *seen: paged_attention(q, k, v, t, key_range=seen, implementation="mosaic_gpu")
+            )(*structs)
+        )
+    attend, join = work["paged_attention"], work["paged_attention_join"]
+    assert attend == TileWork(64 * 64 * (128 + 64) // 4, 2 * 64 * (128 + 64) // 4) and join == TileWork(
+        0, 4 * 8 * 64 // 4
     )

@@ -64,6 +64,7 @@ SAMPLE = {
     "linear_cross_entropy-plain-bfloat16-triton-B200",
     "log_softmax-odd width, masked rows-float32-triton-H100",
     "matmul-whole epilogue-bfloat16-triton-A100",
+    "paged_attention-wide, window, cap, no keys-bfloat16-mosaic_gpu-H100",
     "rms_norm-residual-bfloat16-triton-H100",
     "rms_norm-wide, residual-bfloat16-mosaic_gpu-H100",
     "rotary_embedding-half-split-bfloat16-triton-B200",

@@ -22,6 +22,7 @@ from jaxlm.models.doors.cost import (
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import HEADS, Axes
 from jaxlm.models.views import PagedView
+from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.paged_attention import costs, kernel_on
@@ -63,8 +64,10 @@ def _declare(local: Local) -> DoorCost:
         products = [product for each in unpadded for product in _unpadded_products(local, each)]
         return DoorCost(tuple(products), counts_all_steps=True)
     query, _, value = (each.abstract for each in local.operands[:3])
-    if kernel := kernel_on(local.platform, query, value) if local.kernels else None:
-        return _by_kernel(local, sections, kernel)
+    if local.kernels and local.platform != "cpu":
+        chip = target.of_kind(local.platform, local.device_kind) if local.device_kind else target.any_of(local.platform)
+        if kernel := kernel_on(chip, query, value):
+            return _by_kernel(local, sections, kernel)
     return _by_gather(local, sections) if local.platform == "gpu" else _by_loops(local, sections)
 
 
@@ -81,7 +84,7 @@ def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str
         parts += costs.launch_costs(kernel, rows, key, value, tokens, local.options["soft_cap"])
         scores, pv = (Q * K * trips, T * N // K, H, S), (Q * K * trips, T * N // K, S, V)
         products += [DoorProduct(Product(*scores), 0, scope="scores"), DoorProduct(Product(*pv), 0, scope="pv")]
-        if kernel == "triton":
+        if kernel != "mosaic_tpu":
             workspace = max(workspace, costs.lane_bytes(Q * T * N, costs.lanes(T, tokens), V))
     whole = KernelCost(*map(sum, zip(*parts, strict=True)))
     return DoorCost(

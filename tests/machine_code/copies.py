@@ -43,8 +43,8 @@ class Copies:
     """Copies that threads make (cp.async), and that the copy engine makes for them (cp.async.bulk).
 
     They arrive at once. With `late`, threads' copies arrive when a thread waits for them, and what the engine fetches
-    arrives when no thread can proceed without. What the engine writes is read, and written, only when a thread waits
-    for just that.
+    arrives one by one, in order, when no thread can proceed without. What the engine writes is read, and written, only
+    when a thread waits for just that.
     """
 
     def __init__(self, blocks: ThreadBlocks, mbarriers: Mbarriers, late: bool) -> None:
@@ -82,9 +82,10 @@ class Copies:
             self.arrive()
 
     def arrive(self) -> bool:
-        """Complete all fetches; return whether there were any."""
+        """Complete the oldest fetch of each block; return whether there were any."""
         blocks = self._blocks
-        coming, self._fetched = self._fetched, []
+        coming = list({fetch[0]: fetch for fetch in reversed(self._fetched)}.values())
+        self._fetched = [fetch for fetch in self._fetched if not any(fetch is each for each in coming)]
         for local, to, known, first, barrier in coming:
             offsets, inside = known.places(first)
             words = np.zeros(offsets.size, f"u{known.size}")

@@ -411,9 +411,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose names contain one of TEXT;TEXT …")
     parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results; a new one with --dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
-    parser.add_argument(
-        "--list", action="store_true", help="print the figures that are expected, as a table in Markdown"
-    )
+    parser.add_argument("--list", action="store_true", help="print all figures expected, as a table in Markdown")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

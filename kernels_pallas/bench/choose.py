@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernels_pallas.core import measured
 from kernels_pallas.core.measured import TABLE, MeasuredRow
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.target import of_kind
@@ -85,10 +86,16 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     if not rows:
         parser.error(f"no row of a GPU or TPU is in {', '.join(map(str, files)) or RESULTS}; run it in the repository")
+    dropped = sorted(measured.chips() - {row.chip for row in rows})
     partial = TABLE.with_suffix(".partial")
     partial.write_text(written(rows), encoding="utf-8")
     partial.replace(TABLE)  # whole at any time: every call reads it
-    print(f"wrote {len(rows)} rows to {TABLE}")
+    print(f"wrote {len(rows)} rows of {', '.join(sorted({row.chip for row in rows}))} to {TABLE}")
+    if dropped:
+        print(f"it has no rows of {', '.join(dropped)} any more: give their results files too")
+    for file in options.results:
+        if all(row.results != file.resolve().relative_to(root.resolve()).as_posix() for row in rows):
+            print(f"{file}: of a CPU, or a later file has all of its rows")
 
 
 if __name__ == "__main__":

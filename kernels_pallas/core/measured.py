@@ -81,6 +81,11 @@ def nearest(operation: str, call: CallClass, direction: Direction, chip: TargetC
     return min(rows, key=lambda row: (call.distance(row.call), row.chip, row.case), default=None)
 
 
+def chips() -> frozenset[str]:
+    """Return JAX's names of the chips that the table has rows of."""
+    return frozenset(row.chip for row in _table(TABLE))
+
+
 def _of_chip(chip: TargetChip) -> list[MeasuredRow]:
     rows = _table(TABLE)
     if own := [row for row in rows if row.chip == chip.kind]:

@@ -49,6 +49,19 @@ def test_the_committed_table_is_what_the_results_give():
     )
 
 
+def test_a_table_without_a_chip_that_it_had_says_so(tmp_path, monkeypatch, capsys):
+    results = json.loads((ROOT / "benchmarks/results/h100-sxm5/kernels.json").read_text())
+    (tmp_path / "mine.json").write_text(json.dumps(results | {"device": A100, "rows": results["rows"][:1]}))
+    (tmp_path / "cpu.json").write_text(json.dumps(results | {"device": "cpu"}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(table, "TABLE", tmp_path / "table.json")
+    table.main(["mine.json", "cpu.json"])
+    wrote, without, unused = capsys.readouterr().out.splitlines()
+    assert wrote.startswith(f"wrote 1 rows of {A100} to ")
+    assert without == f"it has no rows of {H100} any more: give their results files too"
+    assert unused == "cpu.json: of a CPU, or a later file has all of its rows"
+
+
 def test_rows_of_a_cpu_and_of_peers_are_left_out(tmp_path):
     results = json.loads((ROOT / "benchmarks/results/h100-sxm5/kernels.json").read_text())
     assert {row["implementation"] for row in results["rows"]} > {"torch_flash", "native_triton", "cudnn"}

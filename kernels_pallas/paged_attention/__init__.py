@@ -63,6 +63,8 @@ def paged_attention(
         name: lambda _, kernel=kernel: kernel.unsupported_reason(query, value) for name, kernel in KERNELS.items()
     }
     chosen = choose("paged_attention", implementation, reasons | {"xla": lambda _: None}, by_name=_UNMEASURED)
+    if 0 in (*query.shape[:3], *value.shape, *table.shape):  # of nothing there is one result
+        return jnp.zeros((*query.shape[:3], value.shape[-1]), query.dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
     attend = (KERNELS | {"reference": reference, "xla": xla})[chosen].paged_attention

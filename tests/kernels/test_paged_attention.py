@@ -300,3 +300,13 @@ def test_what_does_not_fit_is_refused():
             paged_attention(*operands, key_range=ranges(*SEEN))
     with pytest.raises(ValueError, match="key_range"):
         paged_attention(q, key, value, TABLE, key_range=tuple(x[:2] for x in ranges(*SEEN)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("empty", ["sequences", "queries", "pages"])
+def test_of_nothing_there_are_zeros(name, empty):
+    key, value, draw = drawn(2, size=SIZES[name])
+    Q, T, M = (0 if empty == each else 2 for each in ("sequences", "queries", "pages"))
+    seen = (jnp.zeros((Q, T), jnp.int32),) * 2
+    out = attend(name, draw(Q, T), key, value, jnp.zeros((Q, M), jnp.int32), key_range=seen)
+    assert out.shape == (Q, T, 2 * K, H) and not out.any()

@@ -36,7 +36,9 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
     if kind == "train":
         return StepPrograms(_train(experiment, mesh), None)
     if experiment.execution.compiler_options:
-        raise InputError("execution.compiler_options are of the programs of training; leave them out for the engine's")
+        raise InputError(
+            "execution.compiler_options are of training alone: give execution.compiler_options={} for the engine"
+        )
     work = Workload.of(experiment, Layout(mesh.shape), kind).largest_step()
     settings = EngineSettings(slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens)
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels

@@ -130,11 +130,13 @@ class Workload:
         """Return the workload with other values in its section [execution]."""
         return replace(self, execution=_changed(self.execution, **changes))
 
+    @memoized
     def without_sizes(self) -> "Workload":
         """Return the workload of one row of one token: what follows from the parameters alone is the same for all
         sizes."""
         return replace(self, batch=1, sequence=1, microbatches=1)
 
+    @memoized
     def representative(self) -> "Workload":
         """Return the workload on a mesh where one axis alone shards the batch. What a device computes depends only on
         the product of the sizes of such axes, so that all meshes of a search with one product share the result."""

@@ -54,5 +54,5 @@ def test_options_are_of_training_and_change_no_run():
     assert hash(ExecutionConfig(compiler_options=options)) == hash(ExecutionConfig(compiler_options=dict(options)))
     assert is_free("execution.compiler_options") and is_free("execution.compiler_options.xla_cpu_enable_fast_math")
     experiment = model_fixtures.experiment(model_fixtures.model(), compiler_options=options)
-    with pytest.raises(InputError, match="of the programs of training"):
+    with pytest.raises(InputError, match=r"are of training alone: give execution.compiler_options=\{\}"):
         step_programs(experiment, "decode", meshes.make())

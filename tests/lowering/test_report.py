@@ -89,10 +89,13 @@ def assert_flops_and_memory_agree(found, platform, kind, holes=0.01):
     named = sum(held.bytes for held in found.report.held_buffers if not held.array)
     assert named == pytest.approx(memory.arguments, rel=1e-2)
     drawn = found.report.draw is not None and found.report.draw.memory.temporaries == memory.temporaries
-    live = buffers.peak(hlo.parse(found.texts["draw.optimised.hlo" if drawn else "optimised.hlo"])).bytes
+    program = hlo.parse(found.texts["draw.optimised.hlo" if drawn else "optimised.hlo"])
+    live = buffers.peak(program).bytes
     assert live == sum(held.bytes for held in found.report.held_buffers if held.array)
-    # Outputs that no argument gives its memory are memory for temporaries until they are written.
-    assert live <= 1.001 * memory.temporaries + (0 if kind == "train" else memory.outputs)
+    # Outputs that no argument gives its memory are memory for temporaries until they are written; so is that of the
+    # parameters' copy in bfloat16 between the last read of the old and the first write of the new.
+    copies = sum(x.bytes for each in program.entry.parameters for x in each.arrays if x.dtype == "bf16")
+    assert live <= 1.001 * memory.temporaries + (copies if kind == "train" else memory.outputs)
     if platform == "cuda":  # a TPU has most of so small a program in VMEM, and keeps scratch in memory
         assert live >= (1 - holes) * memory.temporaries and not memory.gaps
     if kind == "train":
@@ -114,7 +117,9 @@ def test_a_window_of_all_layers_is_compiled_as_counted(small, platform):
     """The cache holds the window's tokens alone, and a decoding step computes no other scores."""
     whole, narrow = [], ["model.attention.window=128"]  # whole tiles of a TPU
     found = [compiled(small, FOUR[platform], "decode", overrides=overrides).report for overrides in (whole, narrow)]
-    assert all(each.flops == each.counted_flops for each in found) and found[0].flops > found[1].flops
+    assert all(each.flops == each.counted_flops for each in found)
+    if platform == "tpu":  # on a GPU a kernel multiplies, whose products are not among those of XLA's program
+        assert found[0].flops > found[1].flops
     of_cache = [
         memory.kv_cache(Workload.of(config.load(small, overrides), Layout(fsdp=2, tensor=2), "decode"))
         for overrides in (whole, narrow)

@@ -179,7 +179,8 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips, kernels
         sizes = {each.bytes for each in pages}
         assert not [each for each in _instructions(program, "copy") if each.arrays[0].bytes in sizes]
         return
-    assert 0.8 * count * model.num_layers < launched <= count * model.num_layers and not loops
+    # By gathers JAX 0.12 launches 8 a layer, and 0.10 11.
+    assert 0.65 * count * model.num_layers < launched <= count * model.num_layers and not loops
     # Of sequences that fill their tables the kernels read all pages but one, which belongs to none.
     declared = workload("decode", model, 4, 384, layout=meshes.layout(1, 1, target.devices), page=128, kernels=kernels)
     said = sum(op.times * op.least_bytes for op in operations.step(declared) if op.scope.endswith(("scores", "pv")))

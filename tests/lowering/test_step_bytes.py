@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxlm import config as configuration
+from jaxlm.costs.counted.recorder import constants_and_carried
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.programs import step_programs
@@ -45,7 +46,7 @@ def stacked():
     """Return the shapes that the forward loop stacks, [layers, …] each, and how often."""
     forward, backward = loops(step("model.vocab_size=512").trace().jaxpr.jaxpr)
     assert not forward.params["reverse"] and backward.params["reverse"]
-    return Counter(x.aval.shape[1:] for x in forward.outvars[forward.params["num_carry"] :])
+    return Counter(x.aval.shape[1:] for x in forward.outvars[constants_and_carried(forward.params)[1] :])
 
 
 def test_no_weight_is_stacked_again(stacked):

@@ -17,6 +17,7 @@ from workload_fixtures import sections_of, workload
 
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.counted.recorder import constants_and_carried
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.models import tree
 from jaxlm.models.cache import OwnTokens
@@ -158,7 +159,7 @@ def equations(jaxpr):
 
 
 def reads_floats_in_turn(scan):
-    in_turn = scan.invars[scan.params["num_consts"] + scan.params["num_carry"] :]
+    in_turn = scan.invars[sum(constants_and_carried(scan.params)) :]
     return any(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in in_turn)
 
 

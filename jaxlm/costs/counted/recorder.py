@@ -355,7 +355,7 @@ class _Reader:
 
     def _scan(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int) -> list[int]:
         """Read the body of a loop once, since all iterations use the same doors."""
-        body, (constants, carried) = eqn.params["jaxpr"].jaxpr, _constants_and_carried(eqn.params)
+        body, (constants, carried) = eqn.params["jaxpr"].jaxpr, constants_and_carried(eqn.params)
         entering = constants + carried
         inputs = [self._copied(operand, int(i >= entering)) for i, operand in enumerate(operands)]
         results = self.read(body, inputs, scope, times * eqn.params["length"], None)
@@ -383,7 +383,7 @@ def _dtype(atom: Any) -> str | None:
     return None if dtype == _COMPUTE else str(dtype)
 
 
-def _constants_and_carried(parameters: dict[str, Any]) -> tuple[int, int]:
+def constants_and_carried(parameters: dict[str, Any]) -> tuple[int, int]:
     """Return how many operands of a scan are constants and how many it carries; JAX 0.12 keeps them as trees."""
     if "ft_in" not in parameters:
         return parameters["num_consts"], parameters["num_carry"]

@@ -50,7 +50,10 @@ def test_chunks_of_a_prompt_read_what_the_full_pass_does(family):
             same(logits, expected[i][end[i] - 1])
 
 
-@pytest.mark.parametrize(("name", "page", "length"), [("triton", 64, 60), ("mosaic_tpu", 128, 127)])
+@pytest.mark.parametrize(
+    ("name", "page", "length"),
+    sampled([pytest.param("triton", 64, 60), pytest.param("mosaic_tpu", 128, 127)], ["triton-64-60"]),
+)
 def test_kernels_read_what_the_full_pass_does_whatever_is_beside_to_the_bit(name, page, length):
     """Chunks that end within pages, then single tokens, of layers with and without windows; together and alone."""
     model, parameters, tokens, expected = parts({**model_fixtures.MIXED, "num_layers": 3}, 160)

@@ -56,7 +56,7 @@ def flops(work: Workload) -> Flops:
     """Return the exact FLOPs of a step over the whole job."""
     if work.kind != "train":  # each shard of an engine pads its own rows
         shard = replace(work, batch=work.slots, layout=Layout(), engine_steps=None)
-        executed = sum(op.times * op.flops for op in operations.step(shard))
+        executed = sum(op.times * op.flops for op in operations.without_copies(shard))
         model = replace(work, layout=Layout(), engine_steps=None).without_kernels_or_padding()
         return _flops(model)._replace(executed=work.batch_shards * executed)
     return _flops(replace(work, layout=Layout()))
@@ -65,12 +65,12 @@ def flops(work: Workload) -> Flops:
 @functools.lru_cache(maxsize=1024)
 def _flops(whole_step: Workload) -> Flops:
     """Return the FLOPs of a step on one device; all layouts of a search share the result."""
-    executed_ops = operations.step(whole_step)
+    executed_ops = operations.without_copies(whole_step)
     executed = sum(op.times * op.flops for op in executed_ops)
     # The model's products are those of plain JAX: kernels compute some products again and pad the last chunk of the
     # loss, and a CPU leaves out scores.
     plain = whole_step.without_kernels_or_padding()
-    model_ops = executed_ops if whole_step == plain else operations.step(plain)
+    model_ops = executed_ops if whole_step == plain else operations.without_copies(plain)
     once = [op for op in model_ops if op.phase in ("forward", "backward")]
     model = causal = sum(op.times * op.flops for op in once if op.visible is None)
     for op in once:

@@ -73,6 +73,13 @@ class Operation(NamedTuple):
 def step(work: Workload) -> list[Operation]:
     """Return all operations of a step on one device; in inference those of all steps of the engine."""
     if work.kind == "train":
+        return [*without_copies(work), *_stacks(device_step(work.representative()))]
+    return without_copies(work)
+
+
+def without_copies(work: Workload) -> list[Operation]:
+    """Return the operations of a `step` except the copies of loops over layers, which have no FLOPs."""
+    if work.kind == "train":
         return [*_computed(work.representative()), *_optimizer(work.without_sizes())]
     return [op for each in work.by_step_shape() for op in (*_computed(each.representative()), *_draws(each))]
 
@@ -94,7 +101,6 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
         times = 1 if device.cost(use).counts_all_steps else work.passes
         of_use = _of_use(device, use, again)
         operations += of_use if times == 1 else [op._replace(times=op.times * times) for op in of_use]
-    operations += _stacks(device)
     return tuple(operations)
 
 

@@ -20,6 +20,7 @@ from kernels_pallas.flash_attention.mosaic_gpu import MAX_WIDTH
 from kernels_pallas.flash_attention.pipeline import SHARED_MEMORY, TILE
 from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, tanh_by_exp2
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
+from kernels_pallas.paged_attention.key_heads import by_key_head, by_token
 
 KEYS = 64  # of a tile
 _MOST_STAGES = 4
@@ -50,9 +51,7 @@ def paged_attention(
     """See `kernels_pallas.paged_attention`."""
     settings = FlashSettings(scale, soft_cap, 0, None, "mosaic_gpu")
     sums = _sums_of_lanes(settings, query, key, value, table, key_range)
-    (Q, T, N, _), (_, K, _, V) = query.shape, value.shape
-    attended_QKTGV = _joined(sums, query)[:, :, : T * N // K].reshape(Q, K, T, N // K, V)
-    return attended_QKTGV.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V)
+    return by_token(_joined(sums, query), *query.shape[1:3])
 
 
 def _sums_of_lanes(
@@ -69,8 +68,7 @@ def _sums_of_lanes(
     G, R = N // K, T * N // K
     L, blocks = lanes(T, M * S), pl.cdiv(R, ROWS)
     rows = min(hopper.extent(R, 8), ROWS)  # of a block, those that are loaded and written; others hold anything
-    query_QKRH = query.reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, R, H)
-    query_QKRH = jnp.pad(query_QKRH, [(0, 0), (0, 0), (0, blocks * rows - R), (0, 0)])
+    query_QKRH = jnp.pad(by_key_head(query, K), [(0, 0), (0, 0), (0, blocks * rows - R), (0, 0)])
     start, end = (
         jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, blocks * ROWS - R)]).reshape(Q, blocks, ROWS) for x in key_range
     )

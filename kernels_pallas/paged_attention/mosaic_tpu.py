@@ -17,6 +17,7 @@ from kernels_pallas.flash_attention.key_range import KeyRange
 from kernels_pallas.flash_attention.mosaic_tpu import LANES
 from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, dot
 from kernels_pallas.paged_attention.costs import one_kernel_cost
+from kernels_pallas.paged_attention.key_heads import by_key_head, by_token
 
 MOST_WIDTH = 256
 MOST_TOKENS = 1024  # of a page, of which VMEM holds two
@@ -115,8 +116,7 @@ def _attended(
     tokens_last = bool(V % LANES)
     if tokens_last:
         value = jnp.swapaxes(value, 2, 3)
-    query_QKRH = query.reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, R, H).astype(wide)
-    query_QKRH = jnp.pad(query_QKRH, [(0, 0), (0, 0), (0, more), (0, 0)])
+    query_QKRH = jnp.pad(by_key_head(query, K).astype(wide), [(0, 0), (0, 0), (0, more), (0, 0)])
     start_QT, end_QT = key_range.start, jnp.minimum(key_range.end, M * S)
     bounds_QR1 = [jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, more)])[:, :, None] for x in (start_QT, end_QT)]
     is_seeing_QT = end_QT > start_QT
@@ -216,4 +216,4 @@ def _attended(
         cost=cost,
         name="paged_attention",
     )
-    return out_QKRV[:, :, :R].reshape(Q, K, T, G, V).transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V)
+    return by_token(out_QKRV, T, N)

@@ -17,6 +17,7 @@ from kernels_pallas.core import interpretation, launch, tuning
 from kernels_pallas.flash_attention.key_range import KeyRange
 from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, dot, tanh_by_exp2
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
+from kernels_pallas.paged_attention.key_heads import by_key_head
 
 MOST_WIDTH = 256
 TILE = 16  # of a matrix unit: pages are multiples
@@ -80,7 +81,7 @@ def _sums_of_lanes(
     values [Q, K, L, R, V], in float32."""
     (Q, T, N, H), (P, K, S, V), (_, M) = query.shape, value.shape, table.shape
     G, R = N // K, T * N // K
-    query_QKRH = query.reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, R, H)
+    query_QKRH = by_key_head(query, K)
     ranges_QR = [jnp.repeat(x, G, axis=1) for x in key_range]
     wide = jnp.promote_types(query.dtype, key.dtype)
     default = _INTERPRETED if interpretation.current() else _FLOAT32 if wide.itemsize == 4 else _NARROW

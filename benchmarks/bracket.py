@@ -3,8 +3,8 @@
     python benchmarks/bracket.py [--calibrations N] [--busy-loop]
 
 Repeats N times: calibrates the machine as `jaxlm train` does once, and times a block of steps of each setting on random
-tokens. Each bracket is compared with the block of the same round and with all blocks. With a busy loop, only the
-calibrations are disturbed.
+tokens. Each expected time and its bracket are compared with the block of the same round, and the bracket with all
+blocks. With a busy loop, only the calibrations are disturbed.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def main() -> None:
     rows = {name: _row(SETTINGS[name].load(), chips, blocks[name]) for name in arguments.settings}
     for name, row in rows.items():
         print(
-            f"{name}: {1e3 * row['median_step_s']:.1f} ms, inside {row['inside']}, upper over lower {row['width']:.2f}"
+            f"{name}: {1e3 * row['median_step_s']:.1f} ms, expected over measured {row['expected_over_measured']:.2f}, "
+            f"inside {row['inside']}, upper over lower {row['width']:.2f}"
         )
     described = {"calibration_s": seconds, "calibrations": list(map(_figures, chips)), "settings": rows}
     name = "bracket-busy-loop" if arguments.busy_loop else "bracket"
@@ -102,12 +103,16 @@ def _calibrated() -> Chip:
 def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[float]) -> dict[str, Any]:
     work = Workload.of(experiment)
     times = [step_time(work.on(chip), Target(chip, (1, 1))) for chip in chips]
-    brackets = [(bracket.lower_bound, bracket.upper_bound) for bracket in times]
+    brackets = [(bracket.low, bracket.upper_bound) for bracket in times]
     pairs = [low <= s <= high for low, high in brackets for s in step_s]
     same_round = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]
     return {
         "median_step_s": statistics.median(step_s),
         "blocks_step_s": step_s,
+        "expected_s": [each.expected for each in times],
+        "expected_over_measured": statistics.median(each.expected / s for each, s in zip(times, step_s, strict=True)),
+        "parts_s": [{name: part.seconds for name, part in each.parts.items()} for each in times],
+        "lower_bounds_s": [each.lower_bound for each in times],
         "brackets_s": brackets,
         "width": statistics.median(high / low for low, high in brackets),
         "inside": f"{sum(same_round)} of {len(same_round)} in the same round, {sum(pairs)} of {len(pairs)} in any",
@@ -116,15 +121,7 @@ def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[f
 
 def _figures(chip: Chip) -> dict[str, Any]:
     return chip.model_dump(
-        mode="json",
-        include={
-            "peak_flops",
-            "memory_bytes_per_s",
-            "pass_bytes_per_s",
-            "elementwise_flops",
-            "product_rates",
-            "batched_rates",
-        },
+        mode="json", include={"peak_flops", "memory_bytes_per_s", "sustained"}, exclude_defaults=True
     )
 
 

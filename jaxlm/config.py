@@ -1,6 +1,7 @@
 """The experiment: every section of a TOML file, composed, resolved and checked before JAX starts."""
 
 import copy
+import functools
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.moved_keys import former, with_present_keys
 from jaxlm.core.plugins import Plugin
-from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
+from jaxlm.core.schema import Section, chosen, kind_of, leaves, merged, sections_at
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
@@ -173,6 +174,14 @@ def resolved(recorded: dict[str, Any]) -> dict[str, Any]:
         return recorded
 
 
+def assigned(overrides: Iterable[str], example: str = "training.steps=100") -> dict[str, Any]:
+    """Return the nested values that `key=value` assignments set. Raises InputError, with an `example` of one."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _set(values, override, example)
+    return values
+
+
 def overridden(overrides: Iterable[str]) -> list[str]:
     """The dotted keys that `key=value` overrides set, of overrides that `load` took."""
     return list(_overridden(overrides))
@@ -180,19 +189,7 @@ def overridden(overrides: Iterable[str]) -> list[str]:
 
 def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
     """Return {dotted key: value} of overrides."""
-    values: dict[str, Any] = {}
-    for override in overrides:
-        _set(values, override)
-    return dict(leaves(values))
-
-
-def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested tables."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+    return dict(leaves(assigned(overrides)))
 
 
 def effective(overrides: Iterable[str], load: Callable[[list[str]], Experiment]) -> list[str]:
@@ -310,11 +307,18 @@ def divided_by_mesh(model: ModelConfig) -> list[ModelSize]:
     for i, (_, block) in enumerate(model.entries):
         for name, section in (("attention", block.attention), ("feed_forward", block.feed_forward)):
             for key, axis in section.logical_axes.items():
+                if (size := functools.reduce(_member, key.split("."), section)) is None:
+                    continue
                 own = model.pattern and key in _at(model.pattern[i].patch, name)
                 place = f"model.pattern[{i}]" if own else "model"
-                sizes[ModelSize(axis, f"{place}.{name}.{key}", getattr(section, key), key in _PADDABLE)] = None
+                sizes[ModelSize(axis, f"{place}.{name}.{key}", size, key in _PADDABLE)] = None
     tables = (("vocab", "vocab_size"), ("embed", "d_model"))
     return [*sizes, *(ModelSize(axis, f"model.{key}", getattr(model, key), key in _PADDABLE) for axis, key in tables)]
+
+
+def _member(section: Any, key: str) -> Any:
+    """Return the value of a key; None of a table that is not there."""
+    return None if section is None else getattr(section, key)
 
 
 def sizes(experiment: Experiment, kind: Kind) -> tuple[int, int]:
@@ -439,11 +443,11 @@ def _on_its_base(model: dict[str, Any], files: tuple[Path, ...], plugged: list[P
     return merged(_on_its_base(base, (*files, source), plugged), changes)
 
 
-def _set(values: dict[str, Any], override: str) -> None:
+def _set(values: dict[str, Any], override: str, example: str = "training.steps=100") -> None:
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name or not all(sections):
-        raise InputError(f"{override!r} is no override; write key=value, such as training.steps=100")
+        raise InputError(f"{override!r} is no override; write key=value, such as {example}")
     try:
         override.encode()
         document = tomllib.loads(f"value = {text}")

@@ -10,6 +10,7 @@ from kernels_pallas.bias_activation import bias_activation
 from kernels_pallas.core.choice import explain
 from kernels_pallas.flash_attention import flash_attention
 from kernels_pallas.gated_activation import gated_activation
+from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.layer_norm import layer_norm
 from kernels_pallas.linear_cross_entropy import linear_cross_entropy
 from kernels_pallas.matmul import matmul
@@ -23,6 +24,7 @@ __all__ = [
     "explain",
     "flash_attention",
     "gated_activation",
+    "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",

@@ -33,6 +33,23 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items):
+    """Let one worker of xdist run a file, and make its fixtures and small programs once, unless it names a group.
+
+    xdist 3.8 writes groups to `_nodeid`, which pytest 9.2 reads no more
+    (https://github.com/pytest-dev/pytest-xdist/issues/1386): they go into ids here.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    modified = yield
+    for item in items:
+        if written := vars(item).get("_nodeid"):
+            item._id = type(item._id).parse(written)
+    return modified
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_its_own(tmp_path_factory):
     """Keep the tests' caches apart from the user's.

@@ -71,6 +71,24 @@ GEMMA = {
 }
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "gemma": GEMMA}
 
+# A dense layer before mixtures, as DeepSeek-V3 has them.
+MIXTURE = {
+    **LLAMA,
+    "feed_forward": {
+        "kind": "mixture",
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "d_ff": 16,
+        "router": {"scores": "sigmoid", "scale": 2.0, "groups": {"count": 4, "kept": 2, "score": "top2_sum"}},
+        "shared": {"d_ff": 16},
+        "balance": {"auxiliary_loss": 0.2, "z_loss": 0.1},
+    },
+    "pattern": (
+        {"name": "dense", "feed_forward": {"kind": "dense", "d_ff": 48}},
+        {"name": "mixture", "layers": "rest"},
+    ),
+}
+
 # Three kinds of layer, twice and two thirds: some are narrower and normalise their heads, some have a window and angles
 # of their own, and some have no positions.
 MIXED = {

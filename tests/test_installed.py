@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 ROOT = Path(__file__).parents[1]
-PACKAGED = ("jaxlm", "kernels_pallas", "configs", "pyproject.toml", "README.md", "LICENSE")
+PACKAGED = ("jaxlm", "kernels_pallas", "configs", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 TINY = (
     "training.steps=2", "training.batch=2", "training.sequence=32", "evaluation.every=2", "evaluation.batches=1",
     "model.vocab_size=257", "model.num_layers=1", "model.d_model=32", "model.attention.num_heads=4",

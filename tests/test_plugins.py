@@ -232,7 +232,7 @@ def test_a_tokenizer_that_no_file_holds_is_refused(here, refused):
 
 def _chip():
     figures = {"name": "x", "vendor": "x", "kind": "asic", "memory_bytes": 1, "memory_bytes_per_s": 1.0}
-    return {**figures, "sources": {"recalled": ["memory_bytes", "memory_bytes_per_s"]}}
+    return {**figures, "sources": {"https://mine.example": ["memory_bytes", "memory_bytes_per_s"]}}
 
 
 def test_a_chip_is_checked():

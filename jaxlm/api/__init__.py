@@ -4,9 +4,9 @@ Importing this module imports nothing heavy; its functions import what they need
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlm.api.measuring import bench_decode
 from jaxlm.api.model import LoadedModel
@@ -16,7 +16,10 @@ from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
+    from jaxlm.costs.deployment import DeploymentRanking
+    from jaxlm.costs.plan_order import Goal
     from jaxlm.costs.ranking import Ranking
+    from jaxlm.costs.stack import Stack
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.lowering.report import CompiledStep
     from jaxlm.parallel.processes import ProcessSpec
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     from jaxlm.training.profile import ProfiledSteps
 
 __all__ = [
-    "LoadedModel", "bench_decode", "compare", "compile", "configure", "export", "import_run", "load", "plan", "runs",
-    "serve", "train",
+    "LoadedModel", "bench_decode", "compare", "compile", "configure", "export", "import_run", "load", "plan",
+    "plan_serving", "runs", "serve", "train",
 ]  # fmt: skip
 
 
@@ -221,6 +224,11 @@ def plan(
     mesh: str | None = None,
     workload: "Kind" = "train",
     fixed: Collection[str] = (),
+    objective: str | None = None,
+    budget: float | None = None,
+    deadline: float | None = None,
+    chip: Mapping[str, Any] | None = None,
+    stack: "Stack | None" = None,
 ) -> "Ranking":
     """Count what a step costs on chips that need not be here, without starting a JAX backend.
 
@@ -231,13 +239,59 @@ def plan(
       mesh: axes, such as "fsdp=8,tensor=2", in place of the experiment's; "auto" ranks those that fit.
       workload: a step of training, a prefill or one decoded token of each sequence (`jaxlm.config.SIZE_KEYS`).
       fixed: settings that a search leaves as they are, of "microbatches" and "remat".
+      objective: what is best: the most tokens a second ("throughput", the default), the least time of a step of
+        inference ("latency"), or the least USD per token ("cost", the default where there is a deadline).
+      budget, deadline: the most USD, and the most seconds, of a training run of known steps.
+      chip: figures in place of the catalog's, such as {"memory_bytes_per_s": 2.4e12, "usd_per_hour": 2.5}
+        (`jaxlm.costs.hardware.chip_changes.with_figures`).
+      stack: the software of the step in place of jaxlm's own (`jaxlm.costs.stack.stack_of`).
 
     Returns plans, the best first, with why chips of the catalog are not among them. Raises InputError where the chips
-    are not known or lack a figure, where the mesh does not divide the model, or where no mesh fits.
+    are not known or lack a figure, where the mesh does not divide the model, or where no mesh fits or keeps budget and
+    deadline.
     """
+    from jaxlm.costs.plan_order import PlanOrder
     from jaxlm.costs.ranking import rank
+    from jaxlm.costs.stack import JAXLM
 
-    return rank(experiment, on, mesh, workload, fixed)
+    order = PlanOrder.of(objective, budget, deadline, workload)
+    return rank(experiment, on, mesh, workload, fixed, order, chip, stack or JAXLM)
+
+
+def plan_serving(
+    experiment: "Experiment",
+    on: str,
+    *,
+    prompt: int,
+    output: int,
+    ttft: float | None = None,
+    tpot: float | None = None,
+    rate: float | None = None,
+    objective: "Goal" = "cost",
+    chip: Mapping[str, Any] | None = None,
+    stack: "Stack | None" = None,
+) -> "DeploymentRanking":
+    """Find the batch, `tensor` and number of replicas that serve requests best, within limits of latency.
+
+    Args:
+      experiment: as `jaxlm.config.load` returns it; its `inference.sequences`, where given, is the batch of a replica.
+      on: chips, such as "h100-sxm5:8"; "all:8" ranks 8 chips of each kind in the catalog.
+      prompt, output: tokens of each request.
+      ttft: the most seconds until the first token, for nine of ten requests.
+      tpot: the most seconds for each later token, on average.
+      rate: requests a second, at random times; by default each sequence of the batch is a client who sends a request
+        as soon as the one before is answered.
+      objective: what is best: the least USD per token ("cost"), the most tokens a second of all chips ("throughput") or
+        the least time of a request ("latency").
+      chip, stack: as in `plan`.
+
+    Returns deployments, the best of each size of a replica or of each chip, the best first. Raises InputError where no
+    deployment meets the limits, or as `plan` does.
+    """
+    from jaxlm.costs.deployment import Demand, deployments
+    from jaxlm.costs.stack import JAXLM
+
+    return deployments(experiment, on, Demand(prompt, output, ttft, tpot, rate), objective, chip, stack or JAXLM)
 
 
 def compile(
@@ -249,6 +303,7 @@ def compile(
     fit: bool = False,
     quick: bool = False,
     fixed: Collection[str] = (),
+    chip: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = _silent,
     warn: Callable[[str], None] = warnings.warn,
 ) -> "CompiledStep":
@@ -256,7 +311,7 @@ def compile(
     the CPU.
 
     Args:
-      experiment, on, mesh, workload, fixed: as in `plan`, but for "auto" and "all".
+      experiment, on, mesh, workload, fixed, chip: as in `plan`, but for "auto" and "all".
       fit: find the largest microbatch and the cheapest rematerialisation that fit, in place of the experiment's.
       quick: search less for a fast program; for TPUs only.
       say: takes a line before each program that is compiled.
@@ -277,7 +332,7 @@ def compile(
 
     if fit and workload != "train":
         raise InputError(f"--fit varies microbatches and rematerialisation, which {workload} does not have")
-    target = Target.parse(on)
+    target = Target.parse(on, chip)
     if quick and target.chip.kind != "tpu":
         raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
     given = experiment = on_mesh(experiment, mesh)

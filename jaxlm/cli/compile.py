@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import api
-from jaxlm.cli import steps
+from jaxlm.cli import chip_figures, steps
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import TextTable, against_capacity, facts, numbers, texts
 from jaxlm.core import units
@@ -58,6 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
                 fit=arguments.fit,
                 quick=arguments.quick,
                 fixed=steps.fixed(arguments),
+                chip=steps.chip(arguments),
                 say=say,
                 warn=lambda line: say(f"jaxlm: {line}"),
             )
@@ -96,6 +97,8 @@ def _print_step(report: "Report") -> None:
     table.add("step", str(work))
     quickly = " quickly" if report.quick else ""
     table.add("on", f"{report.plan.target}: {work.layout}, compiled{quickly} in {seconds(report.compile_s)}")
+    if changes := chip_figures.changes(report.plan.target.chip):
+        table.add("chip", changes)
     if work.kind == "train":
         table.add("with", work.overrides())
         table.add("layers", str(report.plan.layers).partition(" ")[2])

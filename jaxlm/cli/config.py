@@ -122,6 +122,8 @@ def _title(table: "KeyTable") -> str:
         return "At the top of the file"
     listed = table.name.endswith("[]")
     name = f"[[{table.name.removesuffix('[]')}]]" if listed else f"[{table.name}]"
+    if table.kind is None and table.within is not None:
+        return f'{name} within kind = "{table.within}"'
     return f'{name} kind = "{table.kind}"' if table.kind else name
 
 

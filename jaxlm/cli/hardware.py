@@ -1,4 +1,4 @@
-"""Show the catalog of chips, or every figure of one chip; measure this machine.
+"""Show the catalog of chips, every figure of one chip, or several side by side; measure this machine.
 
 Rates in the table are per chip: TFLOP/s of dense bfloat16 products; FLOP/byte is the arithmetic intensity above which
 these are bound by compute; link is the one-way rate to the other chips of a node or pod.
@@ -8,27 +8,18 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli import chip_figures
 from jaxlm.cli.tables import TextTable, names, numbers, texts
-from jaxlm.core.units import number, or_dash, with_prefix
+from jaxlm.core.units import number, or_dash
 
 if TYPE_CHECKING:
     from jaxlm.costs.hardware.chips import Chip
 
-# The unit of a figure, by how its name begins or ends.
-_UNITS = {
-    "peak_flops": "FLOP/s",
-    "elementwise_flops": "FLOP/s",
-    "kernel_rates.product_flops": "FLOP/s",
-    "bytes_per_s": "B/s",
-    "bytes": "B",
-    "_s": "s",
-    "_hz": "Hz",
-    "watts": "W",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", nargs="?", metavar="ID", help="a chip, such as h200-sxm; host is this machine")
+    parser.add_argument(
+        "ids", nargs="*", metavar="ID", help="a chip, such as h200-sxm; host is this machine; several are compared"
+    )
     parser.add_argument(
         "--measure", action="store_true", help="calibrate this machine (host), replacing earlier measurements"
     )
@@ -39,17 +30,19 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.costs.hardware.catalog import HOST, catalog, find
 
     if arguments.measure:
-        if arguments.id not in (None, HOST):
-            raise InputError(f"--measure calibrates this machine, not {arguments.id}; write host in its place")
+        if others := [id for id in arguments.ids if id != HOST]:
+            raise InputError(f"--measure calibrates this machine, not {others[0]}; write host in its place")
         chips = [_measure()]
-    elif arguments.id is not None:
-        chips = [find(arguments.id)]
+    elif arguments.ids:
+        chips = [find(id) for id in dict.fromkeys(arguments.ids)]
     else:
         chips = [*catalog().values(), *_host()]
     if arguments.json:
         print(json.dumps({"rows": [_row(chip) for chip in chips]}))
-    elif arguments.id is None and not arguments.measure:
+    elif not arguments.ids and not arguments.measure:
         _print_table(chips)
+    elif len(chips) > 1:
+        chip_figures.compared(chips).print()
     else:
         _print_chip(chips[0])
     return 0
@@ -83,7 +76,7 @@ def _row(chip: "Chip") -> dict[str, Any]:
 
 
 def _intensity(chip: "Chip") -> float | None:
-    return chip.intensity("bfloat16") if "bfloat16" in chip.peak_flops else None
+    return chip.intensity("bfloat16") if "bfloat16" in chip.peak_flops and chip.memory_bytes_per_s else None
 
 
 def _print_table(chips: list["Chip"]) -> None:
@@ -99,7 +92,7 @@ def _print_table(chips: list["Chip"]) -> None:
             _scaled(_intensity(chip), 1.0),
             _scaled(link, 1e9),
             _scaled(chip.watts, 1.0),
-            or_dash(chip.usd_per_hour, lambda prices: _shown("usd_per_hour", prices)),
+            or_dash(chip.usd_per_hour, lambda prices: chip_figures.shown("usd_per_hour", prices)),
         )
     table.print()
 
@@ -107,25 +100,33 @@ def _print_table(chips: list["Chip"]) -> None:
 def _print_chip(chip: "Chip") -> None:
     table = TextTable([*names("figure", "value"), *texts("source")])
     for figure, value in chip.figures().items():
-        table.add(figure, _shown(figure, value), chip.source(figure) or "")
+        table.add(figure, chip_figures.shown(figure, value), chip.source(figure) or "")
     also = f" (also {', '.join(chip.aliases)})" if chip.aliases else ""
     print(f"{chip.id}{also}: {chip.name}, {chip.vendor}")
     table.print()
     if chip.notes:
-        print(chip.notes)
+        _print_text(chip.notes)
+    _print_sustained(chip)
+
+
+def _print_text(text: str) -> None:
+    table = TextTable(texts(""))
+    table.add(text)
+    table.print()
+
+
+def _print_sustained(chip: "Chip") -> None:
+    rates = chip.sustained
+    tables = chip_figures.sustained(rates)
+    inherited = f"the share of its peak that {rates.like} sustains" if rates.like else "the median share of all chips"
+    print()
+    _print_text(
+        f"Sustained rates, as measured{'; * is derived' * bool(tables)}. Others are {inherited}, with a wider spread."
+    )
+    for table in tables:
+        print()
+        table.print()
 
 
 def _scaled(value: float | None, unit: float) -> str:
     return or_dash(value, lambda value: number(value / unit))
-
-
-def _shown(figure: str, value: Any) -> str:
-    """Format a figure with its unit, such as "3.35 TB/s"."""
-    if figure == "usd_per_hour":
-        return "–".join(f"{price:.2f}" for price in dict.fromkeys(value))
-    if isinstance(value, tuple):
-        return (", " if isinstance(value[0], str) else " × ").join(map(str, value))
-    for part, unit in _UNITS.items():
-        if figure.startswith(part) or figure.endswith(part):
-            return with_prefix(value, unit)
-    return f"{value:,}" if isinstance(value, int) else str(value)

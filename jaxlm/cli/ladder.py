@@ -18,13 +18,9 @@ def show(rungs: dict[str, Any]) -> None:
     rows = ("napkin", "counted", "measured")
     table = TextTable([*names(""), *numbers(*rows)])
     table.add("FLOPs of a step", *(or_dash(rungs[name]["flops"], "{:.4g}".format) for name in rows))
-    bracket = rungs["counted"]["step_s"]
-    table.add(
-        "step",
-        or_dash(rungs["napkin"]["step_s"], seconds),
-        or_dash(bracket, lambda bounds: " to ".join(map(seconds, bounds))),
-        seconds(rungs["measured"]["step_s"]),
-    )
+    table.add("step", *(or_dash(rungs[name]["step_s"], seconds) for name in rows))
+    bracket = rungs["counted"]["bracket_s"]
+    table.add("within", "", or_dash(bracket, lambda bounds: " to ".join(map(seconds, bounds))), "")
     table.add("memory", *(or_dash(rungs[name]["memory_bytes"], memory) for name in rows))
     table.add("MFU", "", "", or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
     table.print(sys.stderr)
@@ -33,8 +29,8 @@ def show(rungs: dict[str, Any]) -> None:
 
 
 def _explained(rungs: dict[str, Any]) -> Iterator[str]:
-    """Yield the causes of the gap, and by how much a measured step lies outside the counted bounds."""
-    step_s, gap, bracket = rungs["measured"]["step_s"], rungs["gap"], rungs["counted"]["step_s"]
+    """Yield the causes of the gap, and by how much a measured step lies outside the counted bracket."""
+    step_s, gap, bracket = rungs["measured"]["step_s"], rungs["gap"], rungs["counted"]["bracket_s"]
     if rungs["napkin"]["step_s"] is not None and gap:
         causes = [
             f"{name.replace('_', ' ')} {'+' if s > 0 else '−'}{seconds(abs(s))}"
@@ -46,8 +42,8 @@ def _explained(rungs: dict[str, Any]) -> Iterator[str]:
         return
     lower, upper = bracket
     if step_s < lower:
-        yield f"a step took {step_s / lower:.2f} times the counted lower bound"
+        yield f"a step took {step_s / lower:.2f} times the low end of the counted bracket"
         return
     others = rungs["measured"]["other_load"] or 0.0
     why = f"; meanwhile other programs used {others:.0%} of this machine" if others >= _BUSY else ""
-    yield f"a step took {step_s / upper:.2f} times the counted upper bound{why}"
+    yield f"a step took {step_s / upper:.2f} times the upper end of the counted bracket{why}"

@@ -4,7 +4,7 @@ import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from jaxlm.core import addresses
+from jaxlm.core import addresses, units
 
 
 def location(text: str) -> Path:
@@ -31,6 +31,14 @@ def path(text: str) -> Path:
     if "://" in text:
         raise ArgumentTypeError(f"{text!r} is no path, as is needed here; give one")
     return Path(text)
+
+
+def duration(text: str) -> float:
+    """Return the seconds of a time, such as "30d". Raises ArgumentTypeError for what is none."""
+    try:
+        return units.parse_seconds(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def as_utf8(text: str) -> str:

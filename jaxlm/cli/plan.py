@@ -1,26 +1,28 @@
 """Predict what a step costs on chips that need not be present: FLOPs, memory, time, money and energy.
 
-Time has a lower bound, with everything overlapped and fused, and an upper one, with nothing; the expected time, which
-gives rates and prices, is that of one operation after the other at measured rates, or else their geometric mean.
+The expected time, which gives rates and prices, is that of a well-tuned program at sustained rates, within a bracket;
+no program is faster than the lower bound, at published rates with everything overlapped and fused.
 """
 
 import argparse
 import json
-import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import api
-from jaxlm.cli import steps
-from jaxlm.cli.paths import path
-from jaxlm.cli.tables import TextTable, against_capacity, facts, names, numbers
+from jaxlm.cli import chip_figures, deployments, rankings, steps
+from jaxlm.cli.paths import duration, path
+from jaxlm.cli.tables import against_capacity, facts
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.costs.plan import Plan
+    from jaxlm.costs.stack import Stack
 
-_SHOWN = 10  # of the plans that a search finds
+_OWN = Path()  # --check without a file
+_REASONS = 3  # why the expected time is above that at the peak
 # What the napkin takes a step's memory and its time for.
 _NAPKIN = {
     "train": ("float32 parameters, gradients and Adam's moments", "its FLOPs at the peak"),
@@ -30,7 +32,7 @@ _NAPKIN = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    steps.add_arguments(parser)
+    steps.add_arguments(parser, {"serve": "requests, for the cheapest deployment that serves them"})
     parser.add_argument(
         "--on",
         metavar="CHIPS",
@@ -43,30 +45,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "best microbatches and rematerialisation unless key=value sets these",
     )
     parser.add_argument(
+        "--objective",
+        choices=("throughput", "latency", "cost"),
+        help="what is best: the most tokens a second (the default), the least time of a step of inference or of a "
+        "served request, or the least USD per token (the default for serve)",
+    )
+    parser.add_argument("--budget", type=float, metavar="USD", help="the most that a training run may cost")
+    parser.add_argument(
+        "--deadline",
+        type=duration,
+        metavar="TIME",
+        help="such as 12h or 30d: the longest that a training run may take; the cheapest within it is best",
+    )
+    deployments.add_arguments(parser)
+    parser.add_argument(
+        "--stack",
+        action="append",
+        metavar="NAME|KEY=VALUE",
+        help="other software than jaxlm's own programs: a name, such as torch-fsdp or megatron, and keys of it, such "
+        "as attention=flash-2, overlap=none or pipeline.stages=8; several times",
+    )
+    parser.add_argument(
         "--plot", type=path, metavar="FILE", help="draw roofline and memory of the (best) plan into FILE"
     )
-    parser.add_argument("--check", action="store_true", help="compare the cost model with published figures instead")
+    parser.add_argument(
+        "--check",
+        nargs="?",
+        type=path,
+        const=_OWN,
+        metavar="FILE",
+        help="compare the cost model with published figures instead: those that come with jaxlm, or those of a TOML "
+        "file of cases or a JSON file of measured runs",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.check:
+    if arguments.check is not None:
         return _check(arguments)
     steps.require("plan", arguments)
+    deployments.check(arguments)
+    if arguments.workload == "serve":
+        return deployments.show(steps.load(arguments), arguments, _stack(arguments))
     experiment, fixed = steps.load(arguments), steps.fixed(arguments)
     from jaxlm.costs.ladder import say_replicated
     from jaxlm.costs.placement import say_batch
 
-    plans, refused = api.plan(experiment, arguments.on, mesh=arguments.mesh, workload=arguments.workload, fixed=fixed)
+    several = arguments.mesh == "auto" or arguments.on.partition(":")[0] == "all"
+    if arguments.objective is not None and not several:
+        raise InputError("--objective chooses among plans: give --mesh auto or --on all:N as well")
+    plans, refused = api.plan(
+        experiment,
+        arguments.on,
+        mesh=arguments.mesh,
+        workload=arguments.workload,
+        fixed=fixed,
+        objective=arguments.objective,
+        budget=arguments.budget,
+        deadline=arguments.deadline,
+        chip=steps.chip(arguments),
+        stack=_stack(arguments),
+    )
     if arguments.plot:
         from jaxlm.costs.pictures import draw
 
         draw(plans[0], arguments.plot)
-    shown = _shown(plans)
-    remarks = _say_left_out(refused), say_batch(experiment, shown[0].work), say_replicated(*(p.work for p in shown))
+    shown = rankings.shown(plans)
+    remarks = (
+        rankings.say_stack(plans[0].stack),
+        rankings.say_left_out(refused),
+        say_batch(experiment, shown[0].work),
+        say_replicated(*(p.work for p in shown)),
+    )
     for line in filter(None, remarks):
         print(f"jaxlm: {line}", file=sys.stderr)
     if len(plans) > 1 or refused:
-        _show_many(plans, refused, arguments.json)
+        limited = arguments.budget is not None or arguments.deadline is not None
+        rankings.show(plans, refused, _row(plans[0]) if arguments.json else None, limited)
     elif arguments.json:
         print(json.dumps(_row(plans[0])))
     else:
@@ -74,29 +128,27 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(plans: list["Plan"]) -> list["Plan"]:
-    """Return the plans that a table shows: all of several chips, and the best meshes of one."""
-    return plans[: _SHOWN if len({str(plan.target) for plan in plans}) == 1 else None]
+def _stack(arguments: argparse.Namespace) -> "Stack":
+    """Return the software that --stack names. Raises InputError for what is no name and no KEY=VALUE."""
+    from jaxlm import config
+    from jaxlm.costs.stack import stack_of
 
-
-def _say_left_out(refused: dict[str, str]) -> str | None:
-    """Return a line about the chips of the catalog that have no plan."""
-    if not refused:
-        return None
-    targets, (first, *others) = ", ".join(refused), refused.values()
-    if not others:
-        return f"{targets} is left out: {first}"
-    return f"{len(refused)} kinds of chips are left out ({targets}): {first}; --json says why of each"
+    given = arguments.stack or ()
+    named, changes = [each for each in given if "=" not in each], [each for each in given if "=" in each]
+    if len(named) > 1:
+        raise InputError(f"--stack takes one name, and not both {named[0]} and {named[1]}")
+    return stack_of(next(iter(named), None), config.assigned(changes, "attention=flash-2"))
 
 
 def _check(arguments: argparse.Namespace) -> int:
     from jaxlm.cli import published
 
     given = {"CONFIG": arguments.config, "--on": arguments.on, "--mesh": arguments.mesh, "--plot": arguments.plot}
+    given |= {f"--{name}": getattr(arguments, name) for name in ("chip", "stack", "objective", "budget", "deadline")}
     given["--workload"] = None if arguments.workload == "train" else arguments.workload
     if refused := [name for name, value in given.items() if value is not None]:
         raise InputError(f"--check counts published figures with settings of their own: leave out {', '.join(refused)}")
-    published.show(arguments.json)
+    published.show(None if arguments.check == _OWN else arguments.check, arguments.json)
     return 0
 
 
@@ -107,33 +159,6 @@ def _row(plan: "Plan") -> dict[str, Any]:
     if plan.work.kind == "decode":
         row["critical_batch"] = critical_batch(plan.work, plan.target)
     return row
-
-
-def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> None:
-    if as_json:
-        left_out = [{"target": target, "why": why} for target, why in refused.items()]
-        print(json.dumps({**_row(plans[0]), "rows": [plan.row() for plan in plans], "refused": left_out}))
-        return
-    figures = numbers("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok")
-    table = TextTable([*names("chips", "mesh", "microbatches", "remat"), *figures], str(plans[0].work))
-    shown = _shown(plans)
-    for plan in shown:
-        remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
-        table.add(
-            str(plan.target),
-            str(plan.work.layout),
-            str(plan.work.microbatches),
-            remat,
-            f"{plan.memory.total / plan.capacity:.0%}",
-            units.seconds(plan.time.expected),
-            f"{plan.tokens_per_s:,.0f}",
-            f"{plan.mfu:.0%}",
-            units.or_dash(plan.usd_per_million_tokens, "{:.3g}".format),
-            units.or_dash(plan.joules_per_token, "{:.3g}".format),
-        )
-    table.print()
-    if named := [plan.work.remat_shown for plan in shown if not isinstance(plan.work.remat, str)]:
-        print(f"named: execution.remat={shlex.quote(named[0])}")
 
 
 def _engine(engine: dict[str, Any]) -> str:
@@ -151,16 +176,22 @@ def _show(plan: "Plan") -> None:
     row = _row(plan)
     table = facts()
     table.add("step", f"{work} on {plan.target}")
+    if changes := chip_figures.changes(plan.target.chip):
+        table.add("chip", changes)
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
     table.add("mesh", f"{work.layout}{trained}")
+    if other := plan.stack.changes():
+        table.add("stack", ", ".join(f"{key}={value}" for key, value in other.items()))
     if plan.layers is not None:
         table.add("layers", str(plan.layers).partition(" ")[2])
     if work.kind != "train":
         table.add("engine", _engine(row["engine"]))
     counts = row["parameters"]
     trained = counts.get("trainable", counts["total"])
-    table.add("parameters", f"{counts['total']:,}" + (f", of which {trained:,} train" * (trained < counts["total"])))
+    parts = [f"{counts['active']:,} are active for each token"] if counts["active"] < counts["total"] else []
+    parts += [f"{trained:,} train"] if trained < counts["total"] else []
+    table.add("parameters", f"{counts['total']:,}" + (f", of which {' and '.join(parts)}" if parts else ""))
     for name, value in plan.flops._asdict().items():
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
         table.add(f"FLOPs, {name}", f"{value:.4g}{share}")
@@ -174,12 +205,15 @@ def _show(plan: "Plan") -> None:
         "time, napkin",
         f"{units.seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",
     )
-    bounds = f"{units.seconds(time.lower_bound)} to {units.seconds(time.upper_bound)}"
     table.add(
-        "time",
-        f"{units.seconds(time.expected)} a step, within {bounds}: compute {units.seconds(time.compute)}, "
-        f"memory {units.seconds(time.memory)}, collectives {units.seconds(time.collectives)}; bound by {time.bound_by}",
+        "time, lower bound",
+        f"{units.seconds(time.lower_bound)}: compute {units.seconds(time.compute)}, memory "
+        f"{units.seconds(time.memory)}, collectives {units.seconds(time.collectives)}; bound by {time.bound_by}",
     )
+    bracket = f"{units.seconds(time.low)} to {units.seconds(time.upper_bound)}"
+    table.add("time, expected", f"{units.seconds(time.expected)} a step, within {bracket}")
+    reasons = [str(reason) for reason in time.reasons[:_REASONS] if reason.share >= 0.005]
+    table.add("gap to the peak", f"{', '.join(reasons)} of the expected time" if reasons else "none")
     each = plan.tokens_per_s / plan.target.devices
     # More than the peak is nothing wrong: kernels skip scores that nobody sees, and attention counts whole.
     of = "model FLOPs" if plan.mfu <= 1 else "model FLOPs, with scores that kernels skip"

@@ -1,7 +1,7 @@
 """The step that `jaxlm plan` and `jaxlm compile` examine: an experiment, and its mesh on chips that may be absent."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli.paths import location
 from jaxlm.core.errors import InputError
@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from jaxlm.config import Experiment
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, more_workloads: dict[str, str] | None = None) -> None:
+    """Add the experiment and the kind of step; `more_workloads` are those that are no step, with their explanation."""
+    more = more_workloads or {}
     parser.add_argument(
         "config",
         nargs="?",
@@ -21,8 +23,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.batch=512")
     parser.add_argument(
-        "--workload", choices=("train", "prefill", "decode"), default="train", help="the kind of step (train)"
+        "--workload",
+        choices=("train", "prefill", "decode", *more),
+        default="train",
+        help="; ".join(["the kind of step (train)", *(f"{name}: {text}" for name, text in more.items())]),
     )
+    add_chip(parser)
+
+
+def add_chip(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chip",
+        action="append",
+        metavar="KEY=VALUE",
+        help="a figure of the chip in place of the catalog's, such as memory_bytes_per_s=2.4e12, "
+        "scale_out_bytes_per_s=25e9, watts=500 or usd_per_hour=2.5 (jaxlm hardware ID names them); several times",
+    )
+
+
+def chip(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures that --chip gives, nested. Raises InputError for what is no KEY=VALUE."""
+    from jaxlm import config
+
+    return config.assigned(arguments.chip or (), "memory_bytes_per_s=2.4e12")
 
 
 def require(command: str, arguments: argparse.Namespace) -> None:
@@ -36,7 +59,8 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     """Return the experiment with its overrides. Raises InputError, also if --mesh and an override both set the mesh."""
     from jaxlm import config
 
-    experiment = config.load(arguments.config, arguments.overrides, arguments.workload)
+    kind = "decode" if arguments.workload == "serve" else arguments.workload
+    experiment = config.load(arguments.config, arguments.overrides, kind)
     twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
     if arguments.mesh is not None and twice:
         raise InputError(f"--mesh {arguments.mesh} sets the whole mesh; leave out {twice[0]}, or --mesh")

@@ -58,6 +58,11 @@ class TextTable:
         """Add a row, a cell for each column."""
         self._rows.append([cell for cell, _ in zip(cells, self._columns, strict=True)])
 
+    @property
+    def filled(self) -> bool:
+        """True if the table has rows."""
+        return bool(self._rows)
+
     def print(self, file: TextIO | None = None) -> None:
         """Print to a stream, by default standard output, in the width of its terminal."""
         from rich.console import Console
@@ -79,7 +84,7 @@ class TextTable:
         whole = [max(map(cell_len, cells)) for cells in zip(self._header, *self._rows, strict=True)]
         gap, bands = self._bands(whole, width)
         widths = self._widths(whole, bands, gap, width)
-        head = [self._title] if self._title else []
+        head = _fold(self._title, width) if self._title else []
         if any(self._header):
             head += self._row(self._header, bands, widths, gap)
         return head, [line for row in self._rows for line in self._row(row, bands, widths, gap)]
@@ -124,7 +129,17 @@ class TextTable:
 
 
 def _fold(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+    """Return the lines of a text; a word that is longer than a line, such as an address, is broken after a slash."""
+    words = [part for word in text.split() for part in _parts(word, width)]
+    return textwrap.wrap(" ".join(words), width, break_on_hyphens=False) or [""]
+
+
+def _parts(word: str, width: int) -> list[str]:
+    """Return a word, in parts that end with a slash where it is longer than a line."""
+    if len(word) <= width or "/" not in word[:width]:
+        return [word]
+    end = word.rindex("/", 0, width) + 1
+    return [word[:end], *_parts(word[end:], width)]
 
 
 def _aligned(text: str, width: int, right: bool) -> str:

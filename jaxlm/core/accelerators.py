@@ -7,7 +7,14 @@ from pathlib import Path
 
 # Device files of TPUs, NVIDIA and AMD GPUs on Linux (the last one: under WSL).
 _FILES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dxg")
 _NVIDIA = "/proc/driver/nvidia/gpus/*/information"
+
+# The share of a GPU's memory that JAX takes as it starts, as much as plans count on (`jaxlm.costs.plan.HEADROOM`). JAX
+# takes 75 % by itself; what is left is for the CUDA context and NCCL.
+GPU_MEMORY_SHARE = 0.9
+# Names of the setting. JAX refuses both at once; the second is the older one.
+_MEMORY_SHARE, _OLDER_NAME = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def found() -> tuple[str, ...]:
@@ -23,12 +30,18 @@ def platforms() -> str:
 
 
 def choose() -> None:
-    """Configure JAX for `platforms()`. Otherwise JAX tries every installed plugin, and each prints a complaint."""
+    """Configure JAX for `platforms()`, and for `GPU_MEMORY_SHARE` of a GPU unless the environment has another share.
+
+    Without platforms JAX tries every installed plugin, and each prints a complaint.
+    """
     import jax
 
     if chosen := platforms():
         os.environ["JAX_PLATFORMS"] = chosen
         jax.config.update("jax_platforms", chosen)
+    has_gpu = any(file.startswith(_GPUS) for file in found())
+    if has_gpu and chosen != "cpu" and not os.environ.get(_OLDER_NAME):
+        os.environ.setdefault(_MEMORY_SHARE, str(GPU_MEMORY_SHARE))
 
 
 def _models(file: Path) -> list[str]:

@@ -9,7 +9,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory. XLA's CPU programs allocate all temporaries anew at each call; returning them to
-    the system and clearing them again page by page takes about a third of a small step (`benchmarks/README.md`)."""
+    the system and clearing them again page by page takes about a third of a small step (`benchmarks/README.md`).
+
+    Call it before JAX starts: a thread of XLA that has a heap of its own by then keeps that heap, which is too small.
+    """
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt

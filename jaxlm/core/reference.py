@@ -27,17 +27,19 @@ class Key(NamedTuple):
 
 
 class KeyTable(NamedTuple):
-    """A table of the file, of one kind: its dotted name, its description and its own keys."""
+    """A table of the file, of one kind: its dotted name, the kind of a table around it where other kinds there lack it,
+    its description and its own keys."""
 
     name: str
     kind: str | None
+    within: str | None
     about: str
     keys: list[Key]
 
 
 def tables(whole: type[Section]) -> list[KeyTable]:
     """Return the tables of a file, each kind of a table by itself, outer ones first."""
-    return list(_tables([whole], "", ()))
+    return list(_tables([whole], "", (), None))
 
 
 def type_of(section: type[Section], name: str) -> str:
@@ -48,9 +50,12 @@ def type_of(section: type[Section], name: str) -> str:
     return _type(field.annotation, field.metadata)
 
 
-def _tables(sections: list[type[Section]], name: str, kind_key: tuple[Key, ...]) -> Iterator[KeyTable]:
+def _tables(
+    sections: list[type[Section]], name: str, kind_key: tuple[Key, ...], within: str | None
+) -> Iterator[KeyTable]:
     """Yield the tables that a dotted name may hold, and once each those inside them."""
     inside: dict[str, FieldInfo] = {}
+    kinds: dict[str, list[str | None]] = {}
     for section in sections:
         keys = [*kind_key]
         for key, field in section.model_fields.items():
@@ -58,12 +63,14 @@ def _tables(sections: list[type[Section]], name: str, kind_key: tuple[Key, ...])
             is_table = any(sections_in(field.annotation))
             if is_table:
                 inside.setdefault(place + _several(field), field)
+                kinds.setdefault(place + _several(field), []).append(kind_of(section))
             if key != "kind" and (meaning or not is_table):
                 keys.append(Key(place, kind_of(section), type_of(section, key), _default(field), meaning))
-        yield KeyTable(name, kind_of(section), _one_line(inspect.getdoc(section)), keys)
+        yield KeyTable(name, kind_of(section), within, _one_line(inspect.getdoc(section)), keys)
     for place, field in inside.items():
         found = list(sections_in(field.annotation))
-        yield from _tables(found, place, _kind_key(place, found))
+        own = kinds[place][0] if len(kinds[place]) < len(sections) else within
+        yield from _tables(found, place, _kind_key(place, found), own)
 
 
 def _kind_key(place: str, sections: list[type[Section]]) -> tuple[Key, ...]:

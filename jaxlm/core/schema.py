@@ -63,12 +63,10 @@ class Section(BaseModel):
         """Turn booleans in number fields into words, which are refused; pydantic would accept True as 1."""
         if not isinstance(values, dict):
             return values
-        kinds = {name: _types_in(field.annotation) for name, field in cls.model_fields.items()}
+        booleans = [name for name, value in values.items() if isinstance(value, bool)]
+        kinds = {name: _types_in(cls.model_fields[name].annotation) for name in booleans if name in cls.model_fields}
         numbers = {name for name, types in kinds.items() if types & {int, float} and bool not in types}
-        return {
-            name: str(value).lower() if isinstance(value, bool) and name in numbers else value
-            for name, value in values.items()
-        }
+        return {**values, **{name: str(values[name]).lower() for name in numbers}}
 
     def __copy__(self) -> Self:
         """Leave out what cached properties hold: a copy is made to have other values."""
@@ -126,6 +124,15 @@ class Kinds:
 def _types_in(annotation: Any) -> set[Any]:
     """Return an annotation and all its type arguments, recursively."""
     return {annotation}.union(*map(_types_in, get_args(annotation)))
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested tables."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,17 @@ _UNITS = {
     **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
 }
 
+# The units of a time that a person writes, in seconds.
+_DURATIONS = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds of a time, such as "30d" or "500ms". Raises ValueError for what is none."""
+    time = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([a-z]*)", text, re.ASCII)
+    if not time or time[2] not in _DURATIONS or not float(time[1]):
+        raise ValueError(f"{text!r} must be a time such as 500ms, 12h or 30d")
+    return float(time[1]) * _DURATIONS[time[2]]
+
 
 def parse_memory(text: str) -> int:
     """Return the bytes of a size, such as "2GiB". Raises ValueError for what is none."""

@@ -51,6 +51,29 @@ def prefill_steps(shapes: StepShapes, prompt: int, page: int, windows: tuple[Win
 
 
 @functools.lru_cache(maxsize=1024)
+def mixed_steps(
+    shapes: StepShapes, prompt: int, length: int, page: int, windows: tuple[Window, ...]
+) -> tuple[EngineSteps, ...]:
+    """Return the steps that read one prompt, in each of which every slot also reads the last of its `length` tokens.
+
+    Entries are those of `prefill_steps`.
+    """
+    token = range(length - 1, length)
+    pages = tuple((window, _pages(token, page, window)) for window in windows)
+    one = StepShapes(1, shapes.chunk_tokens, shapes.fewest)
+    by_shape: dict[StepShape, EngineSteps] = {}
+    for chunks in _chunks(one, prompt):
+        alone = _prefill_step(one, prompt, page, windows, chunks)
+        shape = fitting(shapes.all(), shapes.slots, alone.shape.tiles * alone.shape.tile)
+        decode = SectionReads(shape.decode, 1, pages, _table(length, page))
+        tiles = alone.sections[1]._replace(sequences=shape.tiles)
+        step = EngineSteps(shape, 1, 1, (decode, tiles))
+        before = by_shape.pop(shape, None)
+        by_shape[shape] = step if before is None else _sum(before, step)
+    return tuple(by_shape.values())
+
+
+@functools.lru_cache(maxsize=1024)
 def largest_step(kind: str, shapes: StepShapes, tokens: int, page: int, windows: tuple[Window, ...]) -> EngineSteps:
     """Return the last of the steps with the most rows, among the steps that decode or those that read prompts."""
     if kind == "decode":

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -17,7 +17,8 @@ from jaxlm.costs.counted.memory import Memory, memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.layer_loops import LayerChoice
 from jaxlm.costs.napkin import Napkin, napkin
-from jaxlm.costs.plan import StepTime, mfu, step_time
+from jaxlm.costs.plan import mfu
+from jaxlm.costs.timing.step_time import StepTime, step_time
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout_choice import describe_axes
 
@@ -67,7 +68,9 @@ def say_counted(counted: Counted) -> str:
     """Return the line that is printed before the first step."""
     line = f"counted: {counted.flops.model:.3g} model FLOPs a step, {units.memory(counted.memory.total)} on each device"
     if counted.time is not None:
-        line += f", {units.seconds(counted.time.lower_bound)} to {units.seconds(counted.time.upper_bound)} a step"
+        time = counted.time
+        line += f", {units.seconds(time.expected)} a step ({units.seconds(time.low)} to "
+        line += f"{units.seconds(time.upper_bound)})"
     if counted.capacity is not None and counted.memory.total > counted.capacity:
         line += (
             f"; a device has {units.memory(counted.capacity)}, and may run out of it: lower training.batch, or raise "
@@ -105,7 +108,8 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]], other_load: float
         "napkin": before.napkin._asdict(),
         "counted": {
             "flops": before.flops.executed,
-            "step_s": time and [time.lower_bound, time.upper_bound],
+            "step_s": time and time.expected,
+            "bracket_s": time and [time.low, time.upper_bound],
             "memory_bytes": before.memory.total,
         },
         "measured": {
@@ -115,7 +119,7 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]], other_load: float
             "mfu": before.mfu(step_s),
             "other_load": other_load if before.target and before.target.chip.kind == "cpu" else None,
         },
-        "inside": time and time.lower_bound <= step_s <= time.upper_bound,
+        "inside": time and time.low <= step_s <= time.upper_bound,
         "gap": gap(before, settled, step_s),
     }
 
@@ -123,35 +127,20 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]], other_load: float
 def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> dict[str, float]:
     """Return the seconds between the napkin's step and the measured step, by cause.
 
-    `attention`, `rematerialisation` and `optimizer`: the seconds of their products at the peak, as the lower bound
-    counts these products. `memory_and_collectives`: the seconds of the lower bound beyond those of products. The
-    measured seconds between lower and upper bound are divided in proportion to what the upper bound counts:
-    `products_below_peak`, the time of products below the peak, and `not_overlapped`, the time of passes between
-    products, of collectives and of the step's dispatch if nothing overlaps. `data_wait`: the measured wait for data.
-    `not_counted`: the rest.
+    `attention`: the seconds of its products at the peak, which the napkin leaves out. `memory`: of products that wait
+    for what they read, at the published bandwidth. Then what the expected time counts beyond these, by name
+    (`StepTime.reasons`): products below peak, passes, recomputation, the optimizer, exposed collectives, launches.
+    `data_wait`: the measured wait for data. `not_counted`: the rest, negative if the step was faster than expected.
     """
-    first = before.napkin
-    if first.step_s is None or before.time is None:
+    first, time = before.napkin, before.time
+    if first.step_s is None or time is None:
         return {}
     per_flop = first.step_s / first.flops
-    phases = dict.fromkeys(get_args(operations.Phase), 0.0)
-    for op in operations.step(before.work):
-        phases[op.phase] += op.times * op.least_flops * before.work.layout.size
-    time = before.time
-    causes = {
-        "attention": (phases["forward"] + phases["backward"] - first.flops) * per_flop,
-        "rematerialisation": phases["rematerialised"] * per_flop,
-        "optimizer": phases["optimizer"] * per_flop,
-    }
-    ideal = first.step_s + sum(causes.values())
-    together = max(time.lower_bound, ideal)
-    waited = statistics.median(row["data_wait_s"] for row in metrics)
-    computed = step_s - waited
-    causes["memory_and_collectives"] = together - ideal
-    beyond = max(0.0, min(computed, time.upper_bound) - together)
-    below_peak = beyond * min(1.0, time.below_peak / (time.upper_bound - together)) if beyond else 0.0
-    causes["products_below_peak"] = below_peak
-    causes["not_overlapped"] = beyond - below_peak
-    causes["data_wait"] = waited
-    causes["not_counted"] = computed - together - beyond
+    computed = (op for op in operations.step(before.work) if op.phase in ("forward", "backward"))
+    model_flops = sum(op.times * op.least_flops * before.work.layout.size for op in computed)
+    causes = {"attention": (model_flops - first.flops) * per_flop}
+    causes["memory"] = time.ideal - model_flops * per_flop
+    causes |= {reason.name.replace(" ", "_"): reason.seconds for reason in time.reasons}
+    causes["data_wait"] = statistics.median(row["data_wait_s"] for row in metrics)
+    causes["not_counted"] = step_s - first.step_s - sum(causes.values())
     return causes

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from jaxlm.config import Experiment
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
-from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target, of_devices
+from jaxlm.costs.stack import JAXLM, Stack
+from jaxlm.costs.stack_memory import first_stage, stack_memory
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 
@@ -37,11 +38,15 @@ class LayerChoice(NamedTuple):
         return {"scan_layers": self.in_loop, "reason": self.reason}
 
 
-def choose(work: Workload, capacity: int | None) -> LayerChoice:
-    """Choose for a training step on its platform, whose devices have `capacity` bytes of memory (None: unknown)."""
-    execution, platform, layers = work.execution, work.platform, work.model.num_layers
+def choose(work: Workload, capacity: int | None, stack: Stack = JAXLM) -> LayerChoice:
+    """Choose for a training step on its platform, whose devices have `capacity` bytes of memory (None: unknown), of a
+    pipeline for its first stage."""
+    execution, platform = work.execution, work.platform
     if execution.scan_layers != "auto":
         return LayerChoice(execution.scan_layers, f"execution.scan_layers = {str(execution.scan_layers).lower()}")
+    if stack.layers == "unrolled":
+        return LayerChoice(False, "other software, without a loop over layers")
+    layers = first_stage(work, stack).model.num_layers
     name, remat = platform.upper(), "named" if isinstance(work.remat, tuple) else work.remat
     if platform == "tpu":
         return LayerChoice(True, name)
@@ -51,16 +56,16 @@ def choose(work: Workload, capacity: int | None) -> LayerChoice:
     if work.remat == "full" or (platform == "cpu" and work.remat != "none"):
         return LayerChoice(True, f"{name}, remat {remat}")
     if platform == "gpu" and capacity is not None:
-        needed = memory(work.with_execution(scan_layers=False)).total
+        needed = stack_memory(work.with_execution(scan_layers=False), stack).total
         if needed > capacity:
             sizes = f"{units.memory(needed)}, more than a device's {units.memory(capacity)}"
             return LayerChoice(True, f"{name}, counted memory of {sizes}")
     return LayerChoice(False, f"{name}, {layers} layer{'s' * (layers > 1)}, remat {remat}")
 
 
-def resolved(work: Workload, capacity: int | None) -> Workload:
+def resolved(work: Workload, capacity: int | None, stack: Stack = JAXLM) -> Workload:
     """Return a workload whose `scan_layers` is chosen, if it trains; see `choose`."""
-    return work.with_execution(scan_layers=choose(work, capacity).in_loop) if work.kind == "train" else work
+    return work.with_execution(scan_layers=choose(work, capacity, stack).in_loop) if work.kind == "train" else work
 
 
 def with_choice(experiment: Experiment, work: Workload) -> Experiment:

@@ -1,4 +1,5 @@
-"""Pictures of a plan: operations under the roofline of a chip, and memory against its capacity.
+"""Pictures of a plan: operations under the roofline of a chip, a waterfall from the published peak to the expected
+time, and memory against its capacity.
 
 A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) is the maximum FLOP/s of a chip for work of a given
 intensity, FLOPs per byte of memory traffic: its bandwidth times the intensity, up to its peak.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.core.units import GIB, gib
 from jaxlm.costs import layer_loops
@@ -19,13 +21,18 @@ from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.counted.operations import Operation
 from jaxlm.costs.hardware.chips import Chip
-from jaxlm.costs.plan import Plan, dtype_of
+from jaxlm.costs.plan import Plan
+from jaxlm.costs.stack import JAXLM
+from jaxlm.costs.timing.computation import by_kernel, product_dtype
+from jaxlm.costs.timing.step_time import StepTime
 from jaxlm.costs.workload import Workload
 
 _INK, _PALE = "#22313f", "#9aa5b1"
 _PARTS = dict(
     zip(Memory._fields, ("#4c78a8", "#72b7b2", "#54a24b", "#f2a541", "#e4572e", "#9d6ac6", "#8c8c8c"), strict=True)
 )
+_WATERFALL = "#4c78a8", "#f2a541", "#54a24b"  # at the peak, its reasons, and what is expected
+_LEAST_REASON = 0.01  # the least share of the expected time of a reason with a bar of its own
 _NAMED = 10  # the maximum of labelled operations
 _LEAST_SHARE = 0.005  # the least share of a step's time of a labelled operation
 
@@ -60,17 +67,17 @@ def points(work: Workload, chip: Chip) -> list[Point]:
     """Return the scopes of a step on a chip, the longest first. Figures are those of one device with all of the chip's
     rates."""
     work = layer_loops.resolved(work.on(chip), chip.device_capacity())
-    scopes: dict[str, list[Operation]] = {}
-    for op in operations.step(work):
-        # One kernel computes both products, and only the first is counted with its traffic.
+    scopes: dict[str, list[tuple[Operation, float]]] = {}
+    for op, flops in by_kernel(operations.step(work)):
         in_kernel = op.kernel and op.product
-        scopes.setdefault(f"{op.scope.rpartition('/')[0]}/kernel" if in_kernel else op.scope, []).append(op)
+        name = f"{op.scope.rpartition('/')[0]}/kernel" if in_kernel else op.scope
+        scopes.setdefault(name, []).append((op, flops))
     bandwidth, scope_points = chip.memory_bytes_per_s, []
     for scope, ops in scopes.items():
-        peak = chip.peak(dtype_of(ops[0], work))
-        seconds = sum(op.times * max(op.least_flops / peak, op.least_bytes / bandwidth) for op in ops)
-        flops = sum(op.times * op.least_flops for op in ops)
-        moved = sum(op.times * op.least_bytes for op in ops)
+        peak = chip.peak(product_dtype(ops[0][0], work, chip, JAXLM))
+        seconds = sum(op.times * max(flops / peak, op.least_bytes / bandwidth) for op, flops in ops)
+        flops = sum(op.times * each for op, each in ops)
+        moved = sum(op.times * op.least_bytes for op, _ in ops)
         scope_points.append(Point(scope, flops, moved, seconds, 0.0, peak, bandwidth))
     whole = sum(point.seconds for point in scope_points)
     shared = (point._replace(share=point.seconds / whole) for point in scope_points)
@@ -78,17 +85,18 @@ def points(work: Workload, chip: Chip) -> list[Point]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the roofline of the target's chip with the operations of the step, above the memory of one device, into a
-    file whose suffix gives its format. Raises InputError if it cannot be written."""
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    """Draw the roofline of the target's chip with the operations of the step, the waterfall of its time, and the memory
+    of one device into a file whose suffix gives its format. Raises InputError if it cannot be written."""
+    figure = Figure(figsize=(10, 9.6), layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise InputError(f"{path} has no ending of a picture; the endings are {', '.join(sorted(known))}")
-    above, below = figure.subplots(2, 1, height_ratios=(6, 1))
+    above, middle, below = figure.subplots(3, 1, height_ratios=(6, 3, 1))
     work = plan.work
     what = f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype} on {plan.target}, {work.layout}"
     figure.suptitle(what, color=_INK, fontsize=11)
     operations_on_roof(above, work, plan.target.chip)
+    waterfall(middle, plan.time)
     memory_bars(below, {"one device": plan})
     try:
         figure.savefig(path, dpi=150)
@@ -158,6 +166,31 @@ def _name(axes: Axes, named: Sequence[Point]) -> None:
 
 def _short(scope: str) -> str:
     return scope.split("/", 1)[-1]
+
+
+def waterfall(axes: Axes, time: StepTime) -> None:
+    """Draw the time of a step from that at published peaks to the expected one, reason by reason, the largest first;
+    a line across the last bar is the bracket."""
+    reasons = [reason for reason in time.reasons if abs(reason.share) >= _LEAST_REASON]
+    others = sum(reason.seconds for reason in time.reasons) - sum(reason.seconds for reason in reasons)
+    steps = [("at published peaks", time.ideal), *((reason.name, reason.seconds) for reason in reasons)]
+    if others > 0:
+        steps.append(("others", others))
+    at = 0.0
+    for row, (_, seconds) in enumerate(steps):
+        axes.barh(row, seconds, left=at, height=0.7, color=_WATERFALL[row > 0])
+        at += seconds
+        axes.annotate(f" {units.seconds(seconds)}  {seconds / time.expected:.0%}", (at, row), va="center", fontsize=9)
+    last = len(steps)
+    axes.barh(last, time.expected, height=0.7, color=_WATERFALL[2])
+    axes.plot([time.low, time.upper_bound], [last, last], color=_INK, lw=2, marker="|", ms=9)
+    bracket = f"{units.seconds(time.low)} to {units.seconds(time.upper_bound)}"
+    said = f"  {units.seconds(time.expected)}, within {bracket}"
+    axes.annotate(said, (time.upper_bound, last), va="center", fontsize=9)
+    axes.set_yticks(range(last + 1), [*(name for name, _ in steps), "expected"], fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds of a step", xlim=(0, 1.35 * time.upper_bound))
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def memory_bars(axes: Axes, plans: dict[str, Plan]) -> None:

@@ -1,14 +1,16 @@
-"""Search for the fastest mesh, microbatches and rematerialisation that fit."""
+"""Search for the best mesh, microbatches and rematerialisation that fit."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from jaxlm.config import divided_by_mesh, divides_heads
 from jaxlm.costs.counted.device import device_step
-from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.layer_loops import resolved
-from jaxlm.costs.plan import Plan, plan
+from jaxlm.costs.plan import HEADROOM, Plan, plan
+from jaxlm.costs.plan_order import FASTEST, PlanOrder
+from jaxlm.costs.stack import JAXLM, Stack
+from jaxlm.costs.stack_memory import least_memory, stack_memory
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel import layout_choice
 from jaxlm.parallel.layout import Layout
@@ -30,14 +32,22 @@ def layouts(work: Workload, devices: int) -> Iterator[Layout]:
     return layout_choice.layouts(devices, work.rules, fits)
 
 
-def search(work: Workload, target: Target, fixed: Collection[str] = ()) -> list[Plan]:
-    """Return the plans of a workload that fit, the fastest first; in training those of all `variants` on each mesh."""
-    plans = []
-    for layout in layouts(work, target.devices):
-        for candidate in variants(replace(work.on(target.chip), layout=layout), fixed):
-            if memory(resolved(candidate, target.chip.device_capacity())).total <= target.chip.device_capacity():
-                plans.append(plan(candidate, target))
-    return sorted(plans, key=lambda p: p.time.expected)
+def search(
+    work: Workload, target: Target, fixed: Collection[str] = (), order: PlanOrder = FASTEST, stack: Stack = JAXLM
+) -> list[Plan]:
+    """Return the plans of a workload that leave `HEADROOM`, the best first; in training those of all `variants` on each
+    mesh. Where none leaves it, return those that fit at all."""
+    capacity = target.chip.device_capacity()
+    tight, roomy = [], []
+    for layout in layouts(work, target.part(stack.pipeline.stages).devices):
+        on_mesh = replace(work.on(target.chip), layout=layout)
+        if work.kind == "train" and least_memory(on_mesh, stack).total > capacity:
+            continue
+        for candidate in variants(on_mesh, fixed):
+            total = stack_memory(resolved(candidate, capacity, stack), stack).total
+            if total <= capacity:
+                (roomy if total <= (1 - HEADROOM) * capacity else tight).append(candidate)
+    return order.ordered(plan(candidate, target, stack) for candidate in roomy or tight)
 
 
 def variants(work: Workload, fixed: Collection[str] = ()) -> Iterator[Workload]:

@@ -7,7 +7,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.plan import step_time
+from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
 
 _DOUBLINGS = 21

@@ -231,11 +231,11 @@ def _written(
         a, b = leaves[f"{path}/a"], leaves[f"{path}/b"]
         for place, block in zip(narrow.places, blocks, strict=True):
             if place.path == path:
-                of_layer = b if place.index is None else b[place.index]
+                of_layer = b[place.index]
                 rows = block[part * rank : (part + 1) * rank]
                 rows[...] = of_layer[..., place.start : place.end].reshape(rows.shape)
         index = next(place.index for place in narrow.places if place.path == path)
-        first.append((a if index is None else a[index]).reshape(-1, rank).T)
+        first.append(a[index].reshape(-1, rank).T)
     second = narrow.write(blocks)
     return np.concatenate(first), second.T if transposed else second
 

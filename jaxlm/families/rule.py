@@ -7,8 +7,9 @@ from jaxlm.families.pattern import Pattern
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One line of a family: the name of a tensor, with {l} for the number of a layer, the paths of the arrays that the
-    tensor holds, and the pattern between tensor and arrays; None if the tensor is the array."""
+    """One line of a family: the name of a tensor, with {l} for the number of a layer and {e} for that of an expert, the
+    paths of the arrays that the tensor holds, and the pattern between tensor and arrays; None if the tensor is the
+    array."""
 
     name: str
     paths: tuple[str, ...]

@@ -1,7 +1,9 @@
 """Translation between the keys of a published config.json and the keys of [model], both ways."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
@@ -12,7 +14,7 @@ from jaxlm.families import inert, quantized
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
-from jaxlm.models.config import BlockConfig, ModelConfig
+from jaxlm.models.config import BlockConfig, LayerConfig, ModelConfig
 
 _GATED = {"swiglu": "silu"}  # of activations that are named with their gate
 _NAMED = 3  # keys in which a model differs from the nearest family, at most
@@ -138,7 +140,8 @@ def _why_of_none(model: ModelConfig, unlike: Mapping[str, list[Change]]) -> str:
 
 
 def _alike(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two models compute the same, whatever the entries of their patterns are called.
+    """Return whether two models compute the same, whatever the entries of their patterns are called, and whatever
+    training adds.
 
     With dynamic scaling the context changes nothing that is computed, and no file gives another than the factor's.
     """
@@ -146,7 +149,14 @@ def _alike(one: ModelConfig, other: ModelConfig) -> bool:
     scalings = [block.position.scaling for block in one.layers if block.position.kind == "rope"]
     if any(scaling is not None and scaling.kind == "dynamic" for scaling in scalings):
         unlike |= {"context_length"}
-    return one.layers == other.layers and one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
+    of_layers = (list(map(computed, model.layers)) for model in (one, other))
+    return next(of_layers) == next(of_layers) and one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
+
+
+def computed(block: BlockConfig) -> dict[str, Any]:
+    """Return the keys of a block that inference reads."""
+    parts = {name: part.training_keys for name, part in block if isinstance(part, LayerConfig)}
+    return block.model_dump(exclude={name: set(keys) for name, keys in parts.items() if keys})
 
 
 def _either(allowed: tuple[Any, ...]) -> str:
@@ -265,6 +275,33 @@ class _ParallelResidual:
         return {"use_parallel_residual": model.residual == "parallel"}
 
 
+class _SparseLayers:
+    """Qwen has experts in every `decoder_sparse_step`-th layer that is not listed; the others are dense."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        step, listed = entries.pop("decoder_sparse_step"), entries.pop("mlp_only_layers", None) or ()
+        dense_width, layers = entries.pop("intermediate_size"), values["num_layers"]
+        dense = {"kind": "dense", "d_ff": dense_width, "activation": "silu", "gated": True}
+        sparse = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
+        if not any(sparse):
+            raise InputError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
+        if all(sparse):
+            return {}
+        period = next(n for n in range(1, layers + 1) if all(sparse[i] == sparse[i % n] for i in range(layers)))
+        entries_of, count = [], Counter[str]()
+        for is_sparse, run in groupby(sparse[:period]):
+            name = "mixture" if is_sparse else "dense"
+            count[name] += 1
+            entry: dict[str, Any] = {"name": name + (str(count[name]) if count[name] > 1 else "")}
+            entries_of.append(entry | {"layers": len(list(run))} | ({} if is_sparse else {"feed_forward": dense}))
+        return {"pattern": entries_of}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        dense = [layer for layer, block in enumerate(model.layers) if block.feed_forward.kind == "dense"]
+        width = model.layers[dense[0]].feed_forward.d_ff if dense else family.defaults["intermediate_size"]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense, "intermediate_size": width}
+
+
 # Translations of several keys together, or of a single key whose value has another form.
 _COMPOSITES = {
     "rope": LayerKinds(),
@@ -281,4 +318,5 @@ _COMPOSITES = {
     "inner width": _InnerWidth(),
     "logits scaling": _LogitsScaling(),
     "parallel residual": _ParallelResidual(),
+    "sparse layers": _SparseLayers(),
 }

@@ -1,6 +1,7 @@
 """Stored tensors and arrays of the tree: which tensor holds what, by one reversible line each."""
 
 import difflib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from jaxlm.families.rule import TensorRule
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.host_shards import HostShards
 from jaxlm.parallel.rules import Rules
 
@@ -28,10 +29,11 @@ _SHOWN = 6  # differences in a message, at most
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """An array of the tree, or one layer of a stack; of its last dimension the part from `start` to `end`."""
+    """An array of the tree, or one layer of a stack, or one expert of a layer; of its last dimension the part from
+    `start` to `end`."""
 
     path: str
-    index: int | None
+    index: tuple[int, ...]
     shape: tuple[int, ...]
     start: int | None = None
     end: int | None = None
@@ -39,8 +41,7 @@ class TensorPlace:
     @property
     def begin(self) -> tuple[int, ...]:
         """The indices of the place's first element in the array of the tree."""
-        layer = () if self.index is None else (self.index,)
-        return (*layer, *(0 for _ in self.shape[1:]), self.start or 0)
+        return (*self.index, *(0 for _ in self.shape[1:]), self.start or 0)
 
 
 @dataclass(frozen=True)
@@ -71,37 +72,44 @@ class TensorBinding:
 def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, TensorBinding]:
     """Return the tensors that a model is stored as, by name.
 
-    A rule applies to the layers that have the rule's arrays: a layer without a bias has no tensor for the bias. Raises
-    ValueError if an array of the tree is in no rule, or in two rules.
+    A rule applies to the layers that have the rule's arrays: a layer without a bias has no tensor for the bias, and a
+    rule with {e} is of layers with experts. Raises ValueError if an array of the tree is in no rule, or in two rules.
     """
     graph, abstract = model_tree.abstract(model)
-    shapes = {path: leaf.shape for path, leaf in model_tree.paths(model_tree.shapes(abstract)).items()}
+    declared = model_tree.paths(model_tree.dimensions(abstract))
     stacks = _stacks(graph, abstract)
     bindings: dict[str, TensorBinding] = {}
     for rule in rules:
-        for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, None))]:
+        for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, ()))]:
             named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in rule.paths]
-            if not any(name.partition("[")[0] in shapes for name in named):
+            of = [declared[path] for name in named if (path := name.partition("[")[0]) in declared]
+            if not of or of[0].of_experts != ("{e}" in rule.name):
                 continue
-            places = tuple(_place(name, index, shapes, model.layers[layer].rope_dim) for name in named)
-            binding = TensorBinding(rule.name.replace("{l}", str(layer)), places, rule.pattern)
-            if binding.name in bindings:
-                raise ValueError(f"two rules name {binding.name}")
-            bindings[binding.name] = binding
+            for expert in range(of[0].shape[1]) if of[0].of_experts else [None]:
+                at = index if expert is None else (*index, expert)
+                places = tuple(_place(name, at, declared, model.layers[layer].rope_dim) for name in named)
+                name = rule.name.replace("{l}", str(layer)).replace("{e}", str(expert))
+                if name in bindings:
+                    raise ValueError(f"two rules name {name}")
+                bindings[name] = TensorBinding(name, places, rule.pattern)
     covered = [
         (place.path, place.index) for binding in bindings.values() for place in binding.places if not place.start
     ]
-    whole = [(path, i) for path, shape in shapes.items() for i in (range(shape[0]) if _is_stack(path) else [None])]
+    whole = [
+        (path, at)
+        for path, d in declared.items()
+        for at in itertools.product(*(range(d.shape[i]) for i in (d.stack if _is_stack(path) else ())))
+    ]
     if sorted(covered, key=str) != sorted(whole, key=str):
         left = sorted({path for path, _ in set(whole) ^ set(covered)})
         raise ValueError(f"no rule, or more than one, for {', '.join(left) or 'an array'}")
     return bindings
 
 
-def _place(name: str, index: int | None, shapes: Mapping[str, tuple[int, ...]], rotated: int) -> TensorPlace:
+def _place(name: str, index: tuple[int, ...], declared: Mapping[str, Dimensions], rotated: int) -> TensorPlace:
     """Return the place of a path, with [rotated] or [rest] for the channels of a head that rotate, or do not."""
     path, _, part = name.removesuffix("]").partition("[")
-    *shape, last = shapes[path][index is not None :]
+    *shape, last = declared[path].shape[len(index) :]
     ends = {"": (None, None), "rotated": (None, rotated), "rest": (rotated, None)}[part]
     return TensorPlace(path, index, (*shape, len(range(last)[slice(*ends)])), *ends)
 
@@ -110,11 +118,11 @@ def _is_stack(path: str) -> bool:
     return path.startswith(f"{_STACK}/")
 
 
-def _stacks(graph: nnx.GraphDef, abstract: nnx.State) -> list[tuple[str, int]]:
+def _stacks(graph: nnx.GraphDef, abstract: nnx.State) -> list[tuple[str, tuple[int, ...]]]:
     """Return the path of each layer's stack and the layer's index in it."""
     groups = nnx.merge(graph, abstract).groups.stacks
     found = {
-        layer: (_STACK if len(groups) == 1 else f"{_STACK}/{name}", i)
+        layer: (_STACK if len(groups) == 1 else f"{_STACK}/{name}", (i,))
         for name, layers in groups
         for i, layer in enumerate(layers)
     }
@@ -177,7 +185,7 @@ def load(
             if path not in filled:
                 to = jax.dtypes.canonicalize_dtype(numbers.dtype if dtype is None else dtype)
                 filled[path] = HostShards(shapes[path].shape, to, sharding_of[path])
-            filled[path].fill(place.begin, piece if place.index is None else piece[None])
+            filled[path].fill(place.begin, piece[(None,) * len(place.index)])
             missing[path] -= 1
             if not missing[path]:
                 arrays[path] = filled.pop(path).on_devices()
@@ -195,7 +203,7 @@ def unwritten(
 
     def array(place: TensorPlace) -> np.ndarray:
         leaf = leaves[place.path]
-        whole = jax.device_get(leaf if place.index is None else leaf[place.index])
+        whole = jax.device_get(leaf[place.index] if place.index else leaf)
         return np.asarray(whole)[..., place.start : place.end]
 
     return {
@@ -205,6 +213,6 @@ def unwritten(
 
 
 def matching(names: Collection[str], patterns: Collection[str]) -> list[str]:
-    """Return the names that match a pattern, in which {l} stands for a number."""
-    known = [re.compile(re.escape(pattern).replace(r"\{l\}", r"\d+") + "$") for pattern in patterns]
+    """Return the names that match a pattern, in which {l} and {e} stand for numbers."""
+    known = [re.compile(re.sub(r"\\\{[le]\\\}", r"\\d+", re.escape(pattern)) + "$") for pattern in patterns]
     return [name for name in names if any(pattern.match(name) for pattern in known)]

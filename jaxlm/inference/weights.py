@@ -72,7 +72,7 @@ class WeightLayout:
         return NamedSharding(mesh, PartitionSpec(*(_over(sharding.spec, each) for each in (of.outputs, of.inputs))))
 
     def _is_turned(self, of: Dimensions) -> bool:
-        return self.by_outputs and bool(of.inputs) and not of.looked_up
+        return self.by_outputs and bool(of.inputs) and not of.looked_up and not of.by_outputs
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from jaxlm.lowering.kernel_matrix import GPUS, MatrixRow, Outcome, rows
 from jaxlm.lowering.sass import HotLoop, cycles, supports
 
 # Matrix products: most of their reads hit the caches.
-MULTIPLYING = ("matmul", "flash_attention")
+MULTIPLYING = ("matmul", "grouped_matmul", "flash_attention")
 
 
 def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:

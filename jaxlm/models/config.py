@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from jaxlm.core.explain import explain
-from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, chosen, kind_of, merged
+from jaxlm.core.schema import Count, InWords, Kinds, NonNegative, Positive, Section, chosen, kind_of, merged
 from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
 
 NormPlacement = Literal["before", "after", "both"]
@@ -18,6 +18,7 @@ Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
 _TILE = 128  # channels of a matrix unit's tile
+_BIAS_RATE = 0.001  # DeepSeek-V3's (arXiv:2412.19437, section 4.2)
 
 
 class NormConfig(Section):
@@ -61,12 +62,14 @@ class LayerConfig(Section):
 
     Attributes:
       activations: names of the activations that rematerialisation can keep.
+      training_keys: keys that inference does not read.
       logical_axes: by key, the logical axis of the parameters' dimensions of that size; a mesh must divide those that
         its axes shard.
     """
 
     kind: str
     activations: ClassVar[tuple[str, ...]] = ()
+    training_keys: ClassVar[frozenset[str]] = frozenset()
     logical_axes: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -166,11 +169,178 @@ class DenseFeedForwardConfig(LayerConfig):
         return ("up", "gate") if self.gated else ("up",)
 
 
+class SharedExpertsConfig(Section):
+    """Experts that every token has, as one layer beside those that it chooses (arXiv:2401.06066, section 3.2)."""
+
+    d_ff: Count
+    """Their hidden channels, of all together."""
+    gate: Literal["none", "sigmoid"] = "none"
+    """Multiply their output by σ(x·w), a number for each token (Qwen2-MoE)."""
+
+
+class ExpertGroupsConfig(Section):
+    """Groups of experts, of which each token chooses some before it chooses experts in them (arXiv:2412.19437, 2.1.2).
+
+    An expert of another group is never chosen.
+    """
+
+    count: Count
+    """Groups; a divisor of `num_experts`."""
+    kept: Count
+    """The groups that a token may choose experts from."""
+    score: Literal["max", "top2_sum"] = "max"
+    """The score of a group: that of its best expert (DeepSeek-V2), or of its best two (V3)."""
+
+    @model_validator(mode="after")
+    def _some_are_kept(self):
+        if self.kept > self.count:
+            raise ValueError(f"groups.kept = {self.kept} is more than groups.count = {self.count}; keep fewer")
+        return self
+
+
+class RouterConfig(Section):
+    """The choice of each token's experts, and the weights of their outputs. Scores are float32.
+
+    Of equal scores the first expert's wins.
+    """
+
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    """The weights before they are normalised: the softmax over all experts, or over the chosen ones (GPT-OSS), or each
+    expert's sigmoid (DeepSeek-V3)."""
+    normalise: bool = True
+    """Divide the weights of the chosen experts by their sum."""
+    epsilon: NonNegative = 0.0
+    """Added to that sum."""
+    selection_bias: bool = False
+    """Add to each score, for the choice alone, a number that `balance.bias_rate` moves, and no gradient
+    (arXiv:2408.15664)."""
+    groups: ExpertGroupsConfig | None = None
+    """Groups of experts that limit the choice."""
+    scale: Positive = 1.0
+    """Multiplies the weights."""
+    bias: bool = False
+    """Add a learned bias to the scores before the softmax or sigmoid (GPT-OSS)."""
+
+
+class BalanceConfig(Section):
+    """Terms of the objective that spread tokens over experts. Inference has none."""
+
+    auxiliary_loss: NonNegative = 0.01
+    """Factor of Σ f·p over experts, f the expert's share of the choices times `num_experts` and p the router's mean
+    probability of it: 1 where all have the same (Switch, arXiv:2101.03961, equations 4 to 6)."""
+    over: Literal["sequence", "microbatch"] = "sequence"
+    """The tokens that f is taken over: those of each row by itself, which microbatches do not change, or those of a
+    microbatch."""
+    z_loss: NonNegative = 0.0
+    """Factor of the mean log² Z of the router (ST-MoE, arXiv:2202.08906, equation 5)."""
+    bias_rate: Annotated[NonNegative | None, InWords(default="0.001 with `router.selection_bias`")] = None
+    """The step by which an update moves the selection bias of each expert: up of one that fewer tokens chose than the
+    mean, down of one that more did. 0 leaves it as it is."""
+
+
+class MixtureFeedForwardConfig(LayerConfig):
+    """A mixture of experts: each token goes through `experts_per_token` of `num_experts` layers that a router chooses,
+    and their outputs are added, weighted (Shazeer et al. 2017, arXiv:1701.06538). No token is dropped."""
+
+    training_keys: ClassVar = frozenset({"balance"})
+    logical_axes: ClassVar = {"d_ff": "feed_forward", "shared.d_ff": "feed_forward"}
+
+    kind: Literal["mixture"] = "mixture"
+    num_experts: Count
+    """Experts."""
+    experts_per_token: Count = 2
+    """The experts that each token chooses."""
+    d_ff: Annotated[Count, InWords(default="a dense layer's / experts_per_token, in whole tiles of 128 where gated")]
+    """Hidden channels of one expert."""
+    activation: Activation = "silu"
+    """The activation."""
+    gated: bool = True
+    """Multiply the activation by a third matrix's product."""
+    bias: bool = False
+    """Add biases to the products of experts."""
+    clamp: Positive | None = None
+    """Before the activation, limit the gate to at most this, and what it multiplies to between ± this (GPT-OSS)."""
+    gate_slope: Positive | None = None
+    """Use gate · σ(slope · gate) as the activation (GPT-OSS)."""
+    up_offset: float = 0.0
+    """Added to what the activation multiplies (GPT-OSS)."""
+    latent_dim: Count | None = None
+    """Let experts read and write a projection of the residual with this many channels (Nemotron-3)."""
+    router: RouterConfig = RouterConfig()
+    shared: SharedExpertsConfig | None = None
+    balance: BalanceConfig = BalanceConfig()
+
+    @classmethod
+    def with_sizes(cls, table: dict[str, Any], d_model: int) -> dict[str, Any]:
+        """Return a table with its `d_ff`: a token's experts are together as wide as a dense layer, in whole tiles."""
+        chosen, is_gated = table.get("experts_per_token", 2), table.get("gated", True)
+        if not isinstance(chosen, int) or chosen < 1:  # said where it is validated
+            return table
+        width = -(-8 * d_model // (3 * chosen * _TILE)) * _TILE if is_gated else -(-4 * d_model // chosen)
+        return {"d_ff": width, **table}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_bias_rate(cls, values: Any) -> Any:
+        """Write the default that depends on another table."""
+        if not isinstance(values, dict) or not all(
+            isinstance(values.get(key, {}), dict) for key in ("router", "balance")
+        ):
+            return values
+        balance = values.get("balance", {})
+        if not values.get("router", {}).get("selection_bias") or balance.get("bias_rate") is not None:
+            return values
+        return {**values, "balance": {**balance, "bias_rate": _BIAS_RATE}}
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        key = "model.feed_forward"
+        if self.balance.bias_rate is not None and not self.router.selection_bias:
+            raise ValueError(
+                f"{key}.balance.bias_rate = {self.balance.bias_rate:g} moves a selection bias, which {key}.router has "
+                "none of; set router.selection_bias = true or leave the rate out"
+            )
+        if self.router.epsilon and (not self.router.normalise or self.router.scores == "softmax_of_chosen"):
+            raise ValueError(
+                f"{key}.router.epsilon = {self.router.epsilon:g} is added to a sum that nothing is divided by; leave "
+                "it out"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"{key}.experts_per_token = {self.experts_per_token} is more than {key}.num_experts = "
+                f"{self.num_experts}; choose fewer"
+            )
+        if not self.gated and (self.clamp or self.gate_slope or self.up_offset):
+            raise ValueError(
+                f"{key}.gated = false has no gate, which clamp, gate_slope and up_offset need; leave these out"
+            )
+        if (groups := self.router.groups) is not None:
+            if self.num_experts % groups.count:
+                raise ValueError(
+                    f"{key}.router.groups.count = {groups.count} does not divide {key}.num_experts = "
+                    f"{self.num_experts}; set it to one that does"
+                )
+            size = self.num_experts // groups.count
+            if groups.kept * size < self.experts_per_token:
+                raise ValueError(
+                    f"{key}.router.groups keep {groups.kept * size} experts, fewer than {key}.experts_per_token = "
+                    f"{self.experts_per_token}; keep more groups"
+                )
+            if groups.score == "top2_sum" and size < 2:
+                raise ValueError(f'{key}.router.groups.score = "top2_sum" needs groups of two experts or more')
+        return self
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Names of the activations that rematerialisation can keep."""
+        return ("up", "gate") if self.gated else ("up",)
+
+
 POSITIONS = Kinds(RopeConfig, LearnedPositionsConfig, NoPositionsConfig)
 # The sections of tables of `[model]`, to which `jaxlm.models` registers further kinds.
 NORMS = Kinds(RMSNormConfig, LayerNormConfig)
 ATTENTIONS = Kinds(GroupedQueryAttentionConfig)
-FEED_FORWARDS = Kinds(DenseFeedForwardConfig)
+FEED_FORWARDS = Kinds(DenseFeedForwardConfig, MixtureFeedForwardConfig)
 
 
 class BlockConfig(Section):

@@ -266,5 +266,4 @@ def _in_layer_order(results: Sequence[tuple[Auxiliary, ...]]) -> Auxiliary:
                 by_name.setdefault(name, []).append(mixed)
         return {name: jnp.concatenate(arrays) if arrays[1:] else arrays[0] for name, arrays in by_name.items()}
 
-    losses, statistics = ([[getattr(x, key) for x in period] for period in results] for key in Auxiliary._fields)
-    return Auxiliary(together(losses), together(statistics))
+    return Auxiliary(*(together([[getattr(x, key) for x in of] for of in results]) for key in Auxiliary._fields))

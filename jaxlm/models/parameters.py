@@ -47,18 +47,37 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
       rngs: its `params` stream draws the initial value.
       shape: one size per logical axis.
       axes: names of the logical axes. A matrix has an arrow between the axes that it contracts and those
-        that it makes ("embed -> heads head_dim"); a vector of gains or biases has none ("heads head_dim").
+        that it makes ("embed -> heads head_dim"), or a reversed one where those that it makes stand first
+        ("experts feed_forward <- embed"); a vector of gains or biases has none ("heads head_dim").
       init: initializer of `jax.nn.initializers`.
 
-    Returns an `nnx.Param` with metadata `axes`, all names, and `inputs`, those left of the arrow: weight decay,
-    `linear` and the sharding table read them, so that nothing is ever guessed from a number of dimensions.
+    Returns an `nnx.Param` with metadata `axes`, all names, `inputs`, those that it contracts, and `by_outputs`, whether
+    these stand last: weight decay, `linear` and the sharding table read them, so that nothing is ever guessed from a
+    number of dimensions.
     """
-    inputs, arrow, outputs = axes.partition("->")
-    names = (*inputs.split(), *outputs.split())
+    by_outputs = "<-" in axes
+    left, arrow, right = axes.partition("<-" if by_outputs else "->")
+    names, inputs = (*left.split(), *right.split()), right if by_outputs else left
     if len(names) != len(shape):
         raise ValueError(f"axes {axes!r} name {len(names)} dimensions; the shape {shape} has {len(shape)}")
     value = jnp.zeros(shape, jnp.float32) if _shapes_alone.value else init(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, axes=names, inputs=tuple(inputs.split()) if arrow else ())
+    return nnx.Param(value, axes=names, inputs=tuple(inputs.split()) if arrow else (), by_outputs=by_outputs)
+
+
+def state(shape: tuple[int, ...], axes: str, rate: float) -> nnx.Param:
+    """Declare zeros that counts of a step move, by `rate`, and no gradient (`jaxlm.training.balancing`). They are
+    float32 whatever the model computes in, and count as no parameters."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=tuple(axes.split()), inputs=(), rate=rate)
+
+
+def is_state(parameter: nnx.Param) -> bool:
+    """Return whether `state` declared a leaf of a tree."""
+    return "rate" in parameter.get_metadata()
+
+
+def rate_of(parameter: nnx.Param) -> float:
+    """Return the rate of state; 0 of a parameter."""
+    return parameter.get_metadata().get("rate", 0.0)
 
 
 class Module(nnx.Module):

@@ -66,8 +66,9 @@ class LayerRows:
         key_range: Mask,
         dropout: Dropout,
         length_BT: jax.Array | None = None,
+        padding_BT: jax.Array | None = None,
     ):
-        self._dropout, self._positions_BT = dropout, positions_BT
+        self._dropout, self._positions_BT, self._padding_BT = dropout, positions_BT, padding_BT
         if isinstance(key_range, OneDocumentMask) and any(block.window is not None for block in model.layers):
             key_range = packed_causal_mask(positions_BT)  # layers select among arrays
         self._masks: dict[int | None, Mask] = {None: key_range}
@@ -86,7 +87,8 @@ class LayerRows:
         masks = [self._masks[block.window] for block in at.blocks]
         tables = [self._tables.get((block.position, block.rope_dim)) for block in at.blocks]
         dropout = self._dropout.at(at.layer + 1)
-        return RowContext(self._positions_BT, _select(at.which, masks), _select(at.which, tables), dropout)
+        mask, table = _select(at.which, masks), _select(at.which, tables)
+        return RowContext(self._positions_BT, mask, table, dropout, self._padding_BT)
 
 
 def _select(which: jax.Array, cases: Sequence[Any]) -> Any:

@@ -28,17 +28,21 @@ class RowContext(NamedTuple):
     """The inputs of a layer besides the residual, for the rows of a batch; they travel with them.
 
     `positions_BT`: of each token in its document. `key_range`: the keys that it attends to. `rope`: the rotary angles
-    of its position, or None. `dropout`: that of this layer.
+    of its position, or None. `dropout`: that of this layer. `padding_BT`: True where there is no token, or None where
+    what sees no key is padding.
     """
 
     positions_BT: jax.Array
     key_range: Mask
     rope: RopeTable | None
     dropout: Dropout
+    padding_BT: jax.Array | None = None
 
     @property
     def is_token_BT(self) -> jax.Array:
-        """True where there is a token, [B, T]: padding sees no key."""
+        """True where there is a token, [B, T]."""
+        if self.padding_BT is not None:
+            return ~self.padding_BT
         return jnp.broadcast_to(self.key_range.end > self.key_range.start, self.positions_BT.shape)
 
     @property
@@ -51,14 +55,17 @@ class Auxiliary(NamedTuple):
     """The results of a layer besides the residual: float32 scalars by name, each a mean over the tokens that it saw.
 
     `losses` are summed over layers and added to the objective, each in its layer already times its factor; `statistics`
-    are averaged over layers. Both stand in the metrics of a step by their names.
+    are averaged over layers. Both stand in the metrics of a step by their names. `counts` are of what state is moved by
+    after a step, by its name: arrays like the state's of the layer, added up over microbatches and devices.
     """
 
     losses: dict[str, jax.Array] = {}
     statistics: dict[str, jax.Array] = {}
+    counts: dict[str, jax.Array] = {}
 
     def __or__(self, other: "Auxiliary") -> "Auxiliary":
         """Return both together. Raises ValueError for a name that both have: one would replace the other."""
         if twice := (self.losses.keys() | self.statistics.keys()) & (other.losses.keys() | other.statistics.keys()):
             raise ValueError(f"two parts of the objective or its statistics are called {', '.join(sorted(twice))}")
-        return Auxiliary({**self.losses, **other.losses}, {**self.statistics, **other.statistics})
+        merged = ({**own, **of_other} for own, of_other in zip(self, other, strict=True))
+        return Auxiliary(*merged)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlm.models.config import BlockConfig, ModelConfig
-from jaxlm.models.parameters import Module, shapes_alone, stack
+from jaxlm.models.parameters import Module, rate_of, shapes_alone, stack
 from jaxlm.models.positions import traced_structure
 
 _ONLY = "layers"  # the name of a group that has all layers
@@ -57,7 +57,7 @@ class Groups:
             }
         trees = {block: nnx.to_flat_state(nnx.state(module)) for block, module in modules.items()}
         structures = {
-            block: tuple((path, leaf.shape, leaf.axes, leaf.inputs) for path, leaf in tree)
+            block: tuple((path, leaf.shape, leaf.axes, leaf.inputs, rate_of(leaf)) for path, leaf in tree)
             for block, tree in trees.items()
         }
         if unrolled:

@@ -131,6 +131,7 @@ class Transformer(Module):
         dropout: Dropout = Dropout(),
         execution: ExecutionConfig = ExecutionConfig(),
         length_BT: jax.Array | None = None,
+        padding_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache, Auxiliary]:
         """Return the normalised residual after the last layer, [B, T, D], and the rest as `residual` does."""
         x_BTD, cache, auxiliary = self.residual(
@@ -141,6 +142,7 @@ class Transformer(Module):
             dropout=dropout,
             execution=execution,
             length_BT=length_BT,
+            padding_BT=padding_BT,
         )
         return self.final_norm(x_BTD), cache, auxiliary
 
@@ -154,6 +156,7 @@ class Transformer(Module):
         dropout: Dropout = Dropout(),
         execution: ExecutionConfig = ExecutionConfig(),
         length_BT: jax.Array | None = None,
+        padding_BT: jax.Array | None = None,
         observe: Callable[[jax.Array], dict[str, jax.Array]] = lambda x_BTD: {},
     ) -> tuple[jax.Array, Cache, Auxiliary]:
         """Return the residual after the last layer, [B, T, D], the cache after it, and what layers return besides.
@@ -165,6 +168,7 @@ class Transformer(Module):
           cache: what layers keep of earlier tokens (`jaxlm.inference.cache`); the caller advances it.
           length_BT: int32 tokens of each token's document, which some scaled rotary angles depend on; those that the
             row has of it where None.
+          padding_BT: bool, where there is no token; where None, what sees no key is padding.
           observe: statistics of the residual after each layer, besides those that layers return of themselves.
 
         The auxiliary losses and statistics are those of each layer that has them, [L] in layer order.
@@ -175,7 +179,7 @@ class Transformer(Module):
             x_BTD = add(x_BTD, look_up(self.positions, positions_BT))
         x_BTD = dropout.at(0)(self.embedding_norm(x_BTD), 0)
 
-        rows = LayerRows(self.model, positions_BT, key_range, dropout, length_BT)
+        rows = LayerRows(self.model, positions_BT, key_range, dropout, length_BT, padding_BT)
 
         def layer(block: Block, *operands: Any) -> tuple:
             return block(*operands)

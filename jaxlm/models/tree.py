@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxlm.models import lora
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.parameters import is_adapter, shapes_alone
+from jaxlm.models.parameters import is_adapter, is_state, shapes_alone
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
@@ -26,7 +26,7 @@ from jaxlm.parallel.rules import Rules
 Tree = dict[str, Any]
 
 # Axes along which parameters are many of a kind rather than one.
-_STACKED = frozenset({"layers"})
+_STACKED = frozenset({"layers", "experts"})
 # Axes whose entries are looked up, or are classes.
 _TABLES = frozenset({"vocab", "positions"})
 
@@ -56,8 +56,15 @@ def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
 
 
 def shapes(tree: nnx.State, dtype: jax.typing.DTypeLike | None = None) -> Tree:
-    """Return the `jax.ShapeDtypeStruct` of each parameter, as declared or in another dtype."""
-    return read(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype))
+    """Return the `jax.ShapeDtypeStruct` of each parameter, as declared or in another dtype; of state as declared."""
+    return read(
+        tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_state(leaf) else dtype or leaf.dtype)
+    )
+
+
+def cast(tree: nnx.State, parameters: Tree, dtype: jax.typing.DTypeLike) -> Tree:
+    """Return the parameters of an abstract tree in a dtype; state stays float32."""
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), parameters, shapes(tree, dtype))
 
 
 def shardings(tree: nnx.State, mesh: Mesh, rules: Rules | None = None) -> Tree:
@@ -74,8 +81,8 @@ def placed(shapes: Any, shardings: Any) -> Any:
 class Dimensions:
     """The dimensions of a parameter by role, as declared.
 
-    `stack`: over like parameters, one per layer. `inputs`: those that a matrix (embeddings included) contracts; a gain
-    or bias has none. `outputs`: the others.
+    `stack`: over like parameters, one per layer or expert. `inputs`: those that a matrix (embeddings included)
+    contracts; a gain or bias has none. `outputs`: the others.
     """
 
     axes: tuple[str, ...]
@@ -84,6 +91,7 @@ class Dimensions:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     table: bool  # a matrix with a row or column per token or position: embedding, unembedding
+    is_state: bool = False  # no gradient moves it
 
     @property
     def looked_up(self) -> bool:
@@ -95,6 +103,16 @@ class Dimensions:
         """Return whether it is a matrix that maps channels to channels, no table: a matrix for Muon."""
         return bool(self.inputs) and not self.table
 
+    @property
+    def of_experts(self) -> bool:
+        """Return whether it is many of a kind in each layer, of which a token chooses some."""
+        return any(self.axes[i] == "experts" for i in self.stack)
+
+    @property
+    def by_outputs(self) -> bool:
+        """Return whether it is a matrix whose outputs stand before its inputs."""
+        return bool(self.inputs) and bool(self.outputs) and self.outputs[0] < self.inputs[0]
+
 
 def dimensions(tree: nnx.State) -> Tree:
     """Return the `Dimensions` of each parameter."""
@@ -102,9 +120,11 @@ def dimensions(tree: nnx.State) -> Tree:
     def of(leaf: nnx.Param) -> Dimensions:
         stack = tuple(i for i, name in enumerate(leaf.axes) if name in _STACKED)
         rest = tuple(i for i, name in enumerate(leaf.axes) if name not in _STACKED)
-        inputs = sum(name not in _STACKED for name in leaf.inputs)
+        count = sum(name not in _STACKED for name in leaf.inputs)
+        inputs = rest[len(rest) - count :] if leaf.get_metadata().get("by_outputs") else rest[:count]
+        outputs = tuple(i for i in rest if i not in inputs)
         table = bool(leaf.inputs) and not _TABLES.isdisjoint(leaf.axes)
-        return Dimensions(leaf.axes, leaf.shape, stack, rest[:inputs], rest[inputs:], table)
+        return Dimensions(leaf.axes, leaf.shape, stack, inputs, outputs, table, is_state(leaf))
 
     return read(tree, of)
 
@@ -116,9 +136,17 @@ def paths(tree: Tree) -> dict[str, Any]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return the exact number of parameters, tied ones counted once."""
+    """Return the exact number of parameters, tied ones counted once, without state."""
     _, tree = abstract(model)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(tree)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(dimensions(tree)) if not leaf.is_state)
+
+
+def state_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the state of a model by path, with the layers that each array [layers, …] is of."""
+    graph, tree = abstract(model)
+    names = dict(nnx.merge(graph, tree).groups.stacks)
+    of = {path: d for path, d in paths(dimensions(tree)).items() if d.is_state}
+    return {path: names[path.split("/")[1] if len(names) > 1 else "layers"] for path in of}
 
 
 def build(model: ModelConfig, seed: int, adapted: LoraConfig | None = None, unrolled: bool = False) -> Transformer:
@@ -139,8 +167,9 @@ def targets(model: ModelConfig, adapted: LoraConfig) -> tuple[str, ...]:
 
 def _targets(module: Transformer, adapted: LoraConfig) -> tuple[str, ...]:
     declared = paths(dimensions(nnx.state(module)))
-    matrices = [path for path, d in declared.items() if d.projection]
-    return lora.targets(adapted, matrices, [path for path in declared if path not in matrices])
+    matrices = [path for path, d in declared.items() if d.projection and not d.of_experts]
+    experts = [path for path, d in declared.items() if d.projection and d.of_experts]
+    return lora.targets(adapted, matrices, experts, [p for p in declared if p not in (*matrices, *experts)])
 
 
 def trained(tree: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -71,12 +71,17 @@ def on_any_shard(condition: jax.Array) -> jax.Array:
     return jax.lax.pmax(condition.astype(jnp.int32), mesh.manual_axes) > 0
 
 
-def on_each_device(function: Callable[..., Any], *operands: tuple[jax.Array | None, Sequence[str | None]]) -> Any:
+def on_each_device(
+    function: Callable[..., Any],
+    *operands: tuple[jax.Array | None, Sequence[str | None]],
+    results: Sequence[Sequence[str | None]] | None = None,
+) -> Any:
     """function(*arrays) on each device's own parts of them; what it gives lies as the first array does.
 
     Args:
       function: gives for parts of the arrays the same part of its result, or results; a Pallas kernel may be in it.
       operands: each array, or None, with its logical axes.
+      results: the logical axes of each result, of a tuple; each dimension lies as that of an operand with its axis.
     """
     mesh = mesh_around()
     arrays = [x for x, _ in operands]
@@ -85,8 +90,30 @@ def on_each_device(function: Callable[..., Any], *operands: tuple[jax.Array | No
         return function(*arrays)
     specs = tuple(None if x is None else partition(axes, x.shape, mesh, rules_around()) for x, axes in operands)
     # check_vma=False: interpreted kernels know of no other way, and where gradients are summed is the same.
-    mapped = jax.shard_map(function, in_specs=specs, out_specs=specs[0], axis_names=left, check_vma=False)
+    out_specs = specs[0] if results is None else tuple(_like(axes, operands, specs) for axes in results)
+    mapped = jax.shard_map(function, in_specs=specs, out_specs=out_specs, axis_names=left, check_vma=False)
     return mapped(*arrays)
+
+
+def _like(
+    axes: Sequence[str | None], operands: Sequence[tuple[Any, Sequence[str | None]]], specs: Sequence[Any]
+) -> PartitionSpec:
+    """Return the specification of an array each dimension of which lies as that of an operand with its logical axis."""
+    pairs = zip(operands, specs, strict=True)
+    lies = {
+        axis: entry
+        for (x, of_operand), spec in pairs
+        if x is not None
+        for axis, entry in zip(of_operand, spec, strict=True)
+        if axis is not None
+    }
+    return PartitionSpec(*(None if axis is None else lies.get(axis) for axis in axes))
+
+
+def summed_over_parts(x: jax.Array) -> jax.Array:
+    """Return the sum of an array over the parts of the `summed_over_replicas` around; for what has no gradient."""
+    mesh = mesh_around()
+    return x if mesh.empty or not mesh.manual_axes else jax.lax.psum(x, mesh.manual_axes)
 
 
 def map_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, *axes: str | None) -> jax.Array:

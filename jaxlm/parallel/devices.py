@@ -53,6 +53,8 @@ def start(wanted: int) -> list[Any]:
     accelerators.choose()
     if (emulated := emulated_for(wanted)) > 1:
         jax.config.update("jax_num_cpu_devices", emulated)
+    if accelerators.platforms() == "cpu":
+        keep_freed_memory()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts if a plugin of that name could not start
@@ -60,8 +62,6 @@ def start(wanted: int) -> list[Any]:
             raise
         why = str(error) or "its plugin did not start"
         raise InputError(f"JAX_PLATFORMS={named} is not available here ({why}); change it, or unset it") from None
-    if devices[0].platform == "cpu":
-        keep_freed_memory()
     return devices
 
 

@@ -112,6 +112,11 @@ def factorings(devices: int, axes: Sequence[str]) -> Iterator[Layout]:
             yield rest.replace(**{innermost: size})
 
 
+def with_shards(rules: Rules, **shards: int) -> Layout:
+    """Return the layout in which the dimensions of each of these logical axes have so many shards."""
+    return Layout({rules.over(axis)[0]: count for axis, count in shards.items()})
+
+
 def describe_axes(axes: Iterable[str]) -> str:
     """Return mesh axes as their keys in a configuration."""
     return " × ".join(f"mesh.{axis}" for axis in axes)

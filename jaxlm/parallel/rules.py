@@ -160,6 +160,10 @@ TRAIN = _rules(
         "kv_heads": ("tensor",),
         "head_dim": (),
         "feed_forward": ("tensor",),
+        "experts": (),  # of a mixture: each device has a part of every expert
+        "routes": (),  # numbers of the router, one for each expert
+        "shared_gate": (),
+        "latent": (),  # the projection of the residual that experts read
         "lora": (),  # between the two matrices of an adapter
         "channels": (),  # vectors as wide as the model: too small to be worth gathering
         # activations
@@ -172,6 +176,10 @@ TRAIN = _rules(
         "act_kv_heads": ("tensor",),
         "act_head_dim": (),
         "act_feed_forward": ("tensor",),
+        "act_experts": (),
+        "act_routes": (),
+        "act_shared_gate": (),
+        "act_latent": (),
         "act_lora": (),
         "act_vocab": ("tensor",),
     },

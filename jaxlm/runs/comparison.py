@@ -6,10 +6,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.config import SIZE_KEYS, leaves
+from jaxlm.config import SIZE_KEYS
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.moved_keys import with_present_keys
+from jaxlm.core.schema import leaves
 from jaxlm.runs.folder import Run
 from jaxlm.runs.summary import origin_of
 from jaxlm.training.records import JsonLines

@@ -3,8 +3,6 @@
 import math
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-
 from jaxlm.config import Experiment
 from jaxlm.data.dataset import Dataset
 from jaxlm.inference.completion import Completer
@@ -12,8 +10,8 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling, max_new_tokens
 from jaxlm.inference.sampling import NotFinite
 from jaxlm.inference.settings import EngineSettings
+from jaxlm.models import tree as model_tree
 from jaxlm.models.tree import Tree
-from jaxlm.training.step import cast
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -33,7 +31,7 @@ def sample(experiment: Experiment, dataset: Dataset, parameters: Tree, mesh: "Me
     )
     engine = Engine(
         model,
-        cast(parameters, jnp.dtype(experiment.execution.dtype)),
+        model_tree.cast(model_tree.abstract(model)[1], parameters, experiment.execution.dtype),
         mesh,
         EngineSettings(slots=1, context=request.most_tokens),
         valid_token_mask=tokenizer.valid_token_mask(model.vocab_size),

@@ -30,6 +30,8 @@ def rules(settings: OptimizerConfig, tree: nnx.State) -> Tree:
     group_of = _assign(settings.groups, list(model_tree.paths(dimensions)))
 
     def rule(path: tuple, leaf: model_tree.Dimensions) -> Rule:
+        if leaf.is_state:
+            return Rule(0.0, 0.0)
         group = group_of.get(jax.tree_util.keystr(path, simple=True, separator="/"))
         decay = settings.weight_decay if leaf.inputs else 0.0
         if group is None:

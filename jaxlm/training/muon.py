@@ -46,16 +46,18 @@ def scale_by_muon_and_adam(settings: MuonConfig, dimensions: Tree) -> optax.Grad
 
 
 def _of_layers(d: Dimensions, update: jax.Array, iterations: int) -> jax.Array:
-    """Return 0.2 · √max(inputs, outputs) times the orthogonal part of each layer's matrix, in its shape and layout."""
-    inputs, outputs = (math.prod(d.shape[axis] for axis in side) for side in (d.inputs, d.outputs))
+    """Return 0.2 · √max(inputs, outputs) times the orthogonal part of each layer's matrix, in its shape and layout; of
+    each expert's in a mixture."""
+    rows, columns = (math.prod(d.shape[axis] for axis in side) for side in sorted((d.inputs, d.outputs)))
 
     def orthogonal(x: jax.Array) -> jax.Array:
-        matrices = orthogonalize(x.reshape(-1, inputs, outputs), iterations)
-        return (matrices * (_ADAM_RMS * math.sqrt(max(inputs, outputs)))).reshape(x.shape)
+        matrices = orthogonalize(x.reshape(-1, rows, columns), iterations)
+        return (matrices * (_ADAM_RMS * math.sqrt(max(rows, columns)))).reshape(x.shape)
 
-    if not d.stack:
-        return map_whole(orthogonal, update[None], None, *d.axes)[0]
-    return map_whole(orthogonal, update, *d.axes)
+    own = len(d.stack)
+    stacked = update.reshape(-1, *d.shape[own:])
+    axes = d.axes[0] if own == 1 else None
+    return map_whole(orthogonal, stacked, axes, *d.axes[own:]).reshape(d.shape)
 
 
 def update_cost(settings: MuonConfig, d: Dimensions, layout: Layout, rules: Rules) -> UpdateCost:

@@ -25,6 +25,7 @@ from jaxlm.models.tree import Tree
 from jaxlm.parallel import compiler_options
 from jaxlm.parallel.collectives import summed_over_replicas
 from jaxlm.parallel.partition import constrain, replicated
+from jaxlm.training import balancing
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import (
     DPOConfig,
@@ -131,12 +132,17 @@ class TrainStep:
         positions = batch["positions"]
         mask = OneDocumentMask(positions.shape[1]) if one_document else packed_causal_mask(positions)
         hidden, _, of_layers = module.hidden(
-            batch["tokens"], positions, mask, dropout=dropout, execution=self.execution
+            batch["tokens"],
+            positions,
+            mask,
+            dropout=dropout,
+            execution=self.execution,
+            padding_BT=batch["segments"] == 0,
         )
         count = objective.count(batch).astype(jnp.float32)
         losses = {name: count * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
         statistics = {name: count * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
-        return objective.sums(module, hidden, batch) | Auxiliary(losses, statistics)
+        return objective.sums(module, hidden, batch) | Auxiliary(losses, statistics, of_layers.counts)
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Auxiliary, Tree, jax.Array]:
         """Return the means of the objective's terms and of statistics, the float32 gradients of the objective, and the
@@ -148,7 +154,7 @@ class TrainStep:
 
         if self.training.microbatches == 1:
             terms, grads = self._microbatch_gradients(weights, batch, scale, key, 0)
-            return terms, cast(self._stacked(grads), jnp.float32), targets
+            return terms, jax.tree.map(lambda g: g.astype(jnp.float32), self._stacked(grads)), targets
 
         def accumulate(weights: tuple[Tree, Tree], batch: Batch, part: jax.Array | int) -> tuple[Auxiliary, Tree]:
             return self._accumulated_gradients(weights, batch, scale, key, part)
@@ -173,6 +179,8 @@ class TrainStep:
             with jax.named_scope("optimizer"):
                 updates, moments = self._transform.update(grads, state.optimizer, state.parameters)
             parameters = optax.apply_updates(state.parameters, updates)
+            if terms.counts:
+                parameters = balancing.moved(self.model, self._tree, parameters, terms.counts)
             average = self._moving_average(state.average, parameters, state.step - state.skipped + 1)
             old, new = (state.parameters, state.optimizer, state.average), (parameters, moments, average)
             parameters, moments, average = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
@@ -204,14 +212,14 @@ class TrainStep:
         cross-entropy, whatever the objective is, so that runs can be compared."""
         objective = self.objective if self.dpo is not None else NextToken(self.training.z_loss)
         with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
-            terms = self.loss_sums(cast(parameters, self._dtype), batch, Dropout(), objective)
+            terms = self.loss_sums(self._cast(parameters), batch, Dropout(), objective)
             return terms.losses["loss"], objective.count(batch)
 
     def preference_logprobs(self, parameters: Tree, batch: Batch) -> jax.Array:
         """Return ln p of the chosen and of the rejected answers, float32 [B, 2], as `objectives` does, of parameters
         with those of the base."""
         with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
-            module = nnx.merge(self._graph, cast(parameters, self._dtype))
+            module = nnx.merge(self._graph, self._cast(parameters))
             positions = batch["positions"]
             mask, execution = packed_causal_mask(positions), self.execution
             hidden, _, _ = module.hidden(batch["tokens"], positions, mask, execution=execution)
@@ -311,7 +319,7 @@ class TrainStep:
         """Return parameters of `training.seed`, and the base that adapters adapt."""
         module = model_tree.build(self.model, self.training.seed, self.lora)
         parameters, base = model_tree.trained(nnx.state(module))
-        return nnx.to_pure_dict(parameters), cast(nnx.to_pure_dict(base), self._dtype)
+        return nnx.to_pure_dict(parameters), model_tree.cast(base, nnx.to_pure_dict(base), self._dtype)
 
     def _first_state(self, parameters: Tree, base: Tree) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -335,7 +343,11 @@ class TrainStep:
         return self._dtype != jnp.float32
 
     def _working(self, parameters: Tree) -> Tree | None:
-        return cast(parameters, self._dtype) if self._has_working_copy else None
+        return model_tree.cast(self._tree, parameters, self._dtype) if self._has_working_copy else None
+
+    def _cast(self, whole: Tree) -> Tree:
+        """Return all parameters in the dtype of the computation."""
+        return model_tree.cast(self._abstract[1], whole, self._dtype)
 
     @staticmethod
     def _weights(state: TrainState) -> Tree:
@@ -351,8 +363,8 @@ class TrainStep:
         def loss(parameters: Tree, base: Tree) -> tuple[jax.Array, Auxiliary]:
             whole = model_tree.joined(parameters, base)
             sums = self.loss_sums(whole, batch, dropout, one_document=self.one_document)
-            terms = jax.tree.map(lambda term: term * scale, sums)
-            return sum(terms.losses.values()), terms
+            losses, statistics = jax.tree.map(lambda term: term * scale, (sums.losses, sums.statistics))
+            return sum(losses.values()), Auxiliary(losses, statistics, sums.counts)
 
         grads, terms = jax.grad(loss, has_aux=True)(*weights)
         return terms, grads
@@ -399,8 +411,3 @@ class TrainPrograms(NamedTuple):
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
     preference_logprobs: Callable[[Tree, Batch], jax.Array]
     norms: Callable[[TrainState, Batch], dict[str, Any]]
-
-
-def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
-    """Return every parameter in another dtype."""
-    return jax.tree.map(lambda x: x.astype(dtype), parameters)

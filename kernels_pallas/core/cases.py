@@ -23,8 +23,8 @@ class CaseArray:
 
     Attributes:
       draw: "normal" (times `scale`, plus `mean`), "zeros", "one_hot" along the last dimension (times `scale`), "mask"
-        (True three times of four, and nowhere in the first row), "below" (integers in [0, scale)), or "labels" (the
-        same, and −1 one time of four).
+        (True three times of four, and nowhere in the first row), "below" (integers in [0, scale)), "labels" (the same,
+        and −1 one time of four), or "groups" (sizes of uneven groups, some empty, that leave a few of `scale` rows).
       differentiable: whether gradients with respect to it are checked; only for floats.
     """
 
@@ -133,4 +133,8 @@ def _draw(array: CaseArray, dtype: Any, random: np.random.Generator) -> np.ndarr
         case "labels":
             labels = random.integers(int(array.scale), size=shape)
             return np.where(random.random(shape, np.float32) < 0.75, labels, -1).astype(dtype)
+        case "groups":
+            rows, weights = int(array.scale), random.exponential(size=shape)
+            weights[1::4] = 0
+            return random.multinomial(rows - min(rows // 8, 3), weights / weights.sum()).astype(dtype)
     raise ValueError(f"there is no way {array.draw!r} to draw numbers")

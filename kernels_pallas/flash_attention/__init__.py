@@ -33,10 +33,12 @@ from kernels_pallas.flash_attention.key_range import (
     sliding_window,
     union,
 )
-from kernels_pallas.flash_attention.operands import Operands, unmasked_scores
+from kernels_pallas.flash_attention.operands import EVERY_GRADIENT, Gradients, Operands, unmasked_scores
 from kernels_pallas.flash_attention.tiles import LOG2_E, FlashSettings, recomputed
 
 __all__ = [
+    "EVERY_GRADIENT",
+    "Gradients",
     "KeyRange",
     "causal",
     "costs",
@@ -292,9 +294,10 @@ def costs(
     sinks: Any = None,
     bias: Any = None,
     implementation: str | None = None,
+    gradients: Gradients = EVERY_GRADIENT,
     **_: Any,
 ) -> KernelCosts:
-    """Return the kernels' costs on these arrays, or shapes and dtypes.
+    """Return the kernels' costs on these arrays, or shapes and dtypes. `gradients`: those that are asked for.
 
     Counted are the unmasked scores where `key_range` is of numpy arrays, and all T·S otherwise. The gradient of a bias
     is not included. Backward, attention takes five products where scores are not stored; an implementation of two
@@ -306,7 +309,7 @@ def costs(
     d_query_dtype = None
     if has_one_backward_kernel(implementation, query, key, value, bias):
         d_query_dtype = query.dtype if implementation == "mosaic_tpu" else jnp.dtype(jnp.float32)
-    each = [call.costs(scores, d_query_dtype) for call, scores in zip(calls, seen, strict=True)]
+    each = [call.costs(scores, d_query_dtype, gradients) for call, scores in zip(calls, seen, strict=True)]
     return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 
 

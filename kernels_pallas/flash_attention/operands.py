@@ -11,6 +11,16 @@ from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of
 from kernels_pallas.flash_attention.key_range import clipped, without_repeats
 
 
+class Gradients(NamedTuple):
+    """The gradients that a backward pass is asked for: the queries', and the keys' or the values'."""
+
+    query: bool = True
+    key: bool = True
+
+
+EVERY_GRADIENT = Gradients()
+
+
 class Operands(NamedTuple):
     """The arrays of a call, with intervals clipped to the keys and of the full batch.
 
@@ -107,12 +117,12 @@ class Operands(NamedTuple):
         d_query = jax.ShapeDtypeStruct(self.query.shape, d_query_dtype)
         return self._cost(per_head, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
 
-    def costs(self, per_head: int, d_query_dtype: Any) -> KernelCosts:
+    def costs(self, per_head: int, d_query_dtype: Any, gradients: Gradients = EVERY_GRADIENT) -> KernelCosts:
         """Return a call's costs: forward, and backward of one kernel for all three gradients, the queries' written in a
-        dtype, or of two where that is None.
+        dtype, or, where that is None, of one for each of those that are asked for.
         """
         if d_query_dtype is None:
-            kernels = [self.query_cost(per_head), self.key_cost(per_head)]
+            kernels = [self.query_cost(per_head)] * gradients.query + [self.key_cost(per_head)] * gradients.key
         else:
             kernels = [self.backward_cost(per_head, d_query_dtype)]
         return KernelCosts(self.forward_cost(per_head), KernelCost(*map(sum, zip(*kernels, strict=True))))

@@ -9,10 +9,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.matmul.tiles import MatmulProduct, precision_of
-
-# Rows of a vector register.
-_SUBLANES = 8
+from kernels_pallas.matmul.tiles import MatmulProduct, tpu_precision, until
 
 
 class MatmulTpuBlocks(NamedTuple):
@@ -75,11 +72,11 @@ def run(
 
         a_tile, b_tile = a_ref[...], b_ref[...]
         if K % bk:  # a tile holds arbitrary values beyond the matrix
-            a_tile = _until(a_tile, 0 if product.transposed[0] else 1, K - k * bk)
-            b_tile = _until(b_tile, 1 if product.transposed[1] else 0, K - k * bk)
+            a_tile = until(a_tile, 0 if product.transposed[0] else 1, K - k * bk)
+            b_tile = until(b_tile, 1 if product.transposed[1] else 0, K - k * bk)
         if bn == 1 and product.transposed[1]:  # a product of a row with narrow numbers, which Mosaic does not support
             a_tile, b_tile = a_tile.astype(jnp.float32), b_tile.astype(jnp.float32)
-        total_ref[...] += product.of_tiles(a_tile, b_tile, _precision(a.dtype))
+        total_ref[...] += product.of_tiles(a_tile, b_tile, tpu_precision(a.dtype))
 
         @pl.when(k == pl.num_programs(2) - 1)
         def _() -> None:
@@ -118,20 +115,3 @@ def run(
         cost=cost,
         name=name,
     )
-
-
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Return the precision of a product.
-
-    Mosaic multiplies float32 in one pass of the matrix unit or as float32; a request for three passes gets the latter.
-    """
-    high = jax.config.jax_default_matmul_precision in ("high", "tensorfloat32")
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 and high else precision_of(dtype)
-
-
-def _until(x: jax.Array, axis: int, end: jax.Array) -> jax.Array:
-    """Return x up to an index along an axis, and zeros from there on."""
-    inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < end
-    if x.shape[0] < _SUBLANES:  # Mosaic has no mask of so few rows for narrow numbers
-        return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
-    return jnp.where(inside, x, jnp.zeros_like(x))

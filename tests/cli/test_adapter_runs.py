@@ -12,8 +12,6 @@ from story_fixtures import STORIES, shallow
 from jaxlm.cli import main
 from jaxlm.families.directory import PublishedModel
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 STORY = (STORIES / "expected.txt").read_text()
 CONFIG = f"""
 [model]

@@ -18,7 +18,6 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import find_sources
 
-pytestmark = pytest.mark.xdist_group(__name__)
 WEIGHTS = "model.safetensors"
 
 
@@ -135,6 +134,9 @@ class _Hub(BaseHTTPRequestHandler):
 
 def test_a_model_and_text_of_the_hub_are_read_by_address(machine, monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(
+        pytest.importorskip("huggingface_hub.constants"), "HF_HUB_OFFLINE", False
+    )  # read when it was imported
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub = huggingface_hub.HfFileSystem(

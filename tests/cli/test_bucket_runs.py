@@ -19,8 +19,6 @@ from jaxlm.core.addresses import place
 from jaxlm.core.errors import InputError
 from jaxlm.training.paths import RunPaths
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 _PACE = """
 import time
 from jaxlm.training.display import Display
@@ -85,6 +83,7 @@ def jaxlm(*arguments, status=0):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_run_that_is_killed_goes_on_from_its_bucket_with_equal_bits(config, uninterrupted, bucket, machine):
     run = f"{bucket[0]}/runs/a"
     process = runs.start(config, run, before=_PACE)

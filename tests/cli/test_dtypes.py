@@ -18,8 +18,6 @@ from jaxlm.families.directory import PublishedModel
 from jaxlm.families.safetensors import LazyTensor
 from jaxlm.runs.folder import Run
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 TOKENS = [[1, 403, 407, 261, 378]]
 ONE = ["mesh.fsdp=1"]
 

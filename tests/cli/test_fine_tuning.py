@@ -11,8 +11,6 @@ from jaxlm import api
 from jaxlm.cli import main
 from jaxlm.families.directory import PublishedModel
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + (mark or '') + ' A:' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"

@@ -25,8 +25,6 @@ from jaxlm.models import tree
 from jaxlm.runs import sample
 from jaxlm.training import checkpoints
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -22,7 +22,7 @@ from jaxlm.inference.requests import Sampling
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models.tree import abstract
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
+pytestmark = pytest.mark.slow
 
 CONTEXT, SEPARATOR = 32, 256
 LLAMA2 = tokenizer_fixtures.llama2()  # of more tokens than bytes; the model has as many

@@ -20,7 +20,7 @@ from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.parallel import devices
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
+pytestmark = pytest.mark.slow
 
 DEVICES, STEPS = 4, 24
 RARE = f"evaluation.every={STEPS}", f"checkpoint.every={STEPS}"

@@ -23,8 +23,6 @@ from jaxlm.runs.locate import needed_by
 from jaxlm.runs.published import PublishedSource
 from jaxlm.runs.trained import RunSource
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
 STORY = (PUBLISHED / "expected.txt").read_text()

@@ -13,8 +13,6 @@ from runs import COMPILING, SIGNALS, finish, losses, rows, start, wait_for_step,
 from jaxlm.cli import main
 from jaxlm.runs.folder import Run
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 STEPS = 200
 
 

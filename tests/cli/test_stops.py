@@ -10,8 +10,6 @@ from runs import SIGNALS, finish, losses, rows, start, wait_for_line, write_conf
 
 from jaxlm.training.manifests import held_out_loss
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 SLOW_EVALUATION = """
 import time
 from jaxlm.training import evaluation

@@ -1,8 +1,10 @@
+import os
 import sys
 
 import pytest
 
 from jaxlm.core import accelerators
+from jaxlm.costs.plan import HEADROOM
 
 
 @pytest.fixture
@@ -31,3 +33,27 @@ def test_what_is_there_is_left_to_jax(place):
 def test_what_is_asked_for_is_kept(place, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert accelerators.platforms() == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "share"),
+    [
+        ("nvidia0", {}, "0.9"),
+        ("nvidia0", {"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
+        ("nvidia0", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, None),  # JAX refuses both names at once
+        ("nvidia0", {"JAX_PLATFORMS": "cpu"}, None),
+        ("accel0", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_jax_takes_as_much_of_a_gpu_as_plans_count_on(place, monkeypatch, file, given, share):
+    environment = {key: value for key, value in os.environ.items() if "MEM_FRACTION" not in key} | given
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(accelerators, "_FILES", (str(place / "*"),))
+    monkeypatch.setattr(accelerators, "_GPUS", (str(place / "nvidia"),))
+    monkeypatch.setattr("jax.config.update", lambda *setting: None)
+    if file:
+        (place / file).touch()
+    accelerators.choose()
+    assert environment.get("XLA_CLIENT_MEM_FRACTION") == share
+    assert accelerators.GPU_MEMORY_SHARE == 1 - HEADROOM

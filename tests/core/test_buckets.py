@@ -7,8 +7,6 @@ from bucket_servers import BUCKET, content
 from jaxlm.core import buckets
 from jaxlm.core.errors import InputError
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 
 @pytest.fixture(scope="module", params=bucket_servers.SCHEMES)
 def bucket(request):
@@ -61,6 +59,17 @@ def test_a_file_that_is_uploaded_is_there_as_a_whole_though_connections_are_cut(
     assert proxy.cuts == 0
     with buckets.open_binary(f"{url}/uploaded") as stream:
         assert stream.read() == content(3_000_000)
+
+
+@pytest.mark.parametrize("last", [b"\r", b"\n", b"\r\n", b"\n--==0==\n", b""])
+def test_every_last_byte_is_kept(bucket, tmp_path, last):
+    url, file = f"{bucket[0]}/name with %20 & ü/last", tmp_path / "file"
+    file.write_bytes(b"line" + last if last else b"")
+    assert buckets.upload(file, url).size == file.stat().st_size
+    with buckets.open_binary(url) as stream:
+        assert stream.read() == file.read_bytes()
+    buckets.write(url, last)
+    assert list(buckets.find(url)) == [url] and buckets.status(url).size == len(last)
 
 
 def test_a_bucket_that_is_away_is_one_line(bucket, monkeypatch):

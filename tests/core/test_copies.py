@@ -13,8 +13,6 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import lock
 from jaxlm.training.paths import small_files, written_apart
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 
 @pytest.fixture(scope="module", params=bucket_servers.SCHEMES)
 def bucket(request):

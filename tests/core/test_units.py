@@ -56,3 +56,11 @@ def test_a_small_file_is_not_of_no_size():
 
 def test_what_is_not_known_is_a_dash():
     assert units.or_dash(None, units.gib) == "–" and units.or_dash(3 * GIB, units.gib) == "3.00"
+
+
+def test_a_time_is_read_in_its_unit():
+    read = [units.parse_seconds(text) for text in ("0.5", ".5", "500ms", "2 min", "12h", "30d")]
+    assert read == pytest.approx([0.5, 0.5, 0.5, 120, 43_200, 2_592_000])
+    for text in ("", "0", "-1", "5 years", "1e3", "h"):
+        with pytest.raises(ValueError, match="must be a time such as"):
+            units.parse_seconds(text)

@@ -30,6 +30,8 @@ from jaxlm.training.step import TrainStep
 
 CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
 MODELS = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+# Under one layer the embeddings do not train: attention has the gradients alone that lead to an adapter.
+ONE_LAYER = {"query": ("*/attention/query",), "key": ("*/attention/key",), "value": ("*/attention/value",)}
 TARGETS = {"all": ("*",), "some": ("*/attention/value", "*/down"), "gate": ("*/up",)}
 REMAT = {"none": "none", "full": "full", "some": ("query", "up")}
 
@@ -49,10 +51,19 @@ REMAT = {"none": "none", "full": "full", "some": ("query", "up")}
 )
 def test_every_product_is_counted(name, targets, remat, platform):
     """To the last FLOP, and the optimizer's state to the last byte."""
-    settings = MODELS[name]
+    _check_counts(MODELS[name], TARGETS[targets], REMAT[remat], platform)
+
+
+@pytest.mark.parametrize("platform", CHIPS)
+@pytest.mark.parametrize("targets", ONE_LAYER)
+def test_attention_has_the_gradients_that_are_asked_for(targets, platform):
+    _check_counts({**MODELS["llama"], "num_layers": 1}, ONE_LAYER[targets], "none", platform)
+
+
+def _check_counts(settings, targets, remat, platform):
     model = model_fixtures.model(settings, attention={**settings["attention"], "head_dim": 16})
-    lora = LoraConfig(rank=4, targets=TARGETS[targets])
-    changes = {"remat": REMAT[remat], "kernels": "auto", "microbatches": 2}
+    lora = LoraConfig(rank=4, targets=targets)
+    changes = {"remat": remat, "kernels": "auto", "microbatches": 2}
     steps = TrainStep(
         model, *model_fixtures.sections(dtype="bfloat16", **changes), model_fixtures.optimization(), lora=lora
     )

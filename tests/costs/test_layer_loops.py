@@ -10,6 +10,9 @@ from jaxlm import api, config
 from jaxlm.costs import layer_loops
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.catalog import find
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.plan import plan
+from jaxlm.costs.stack import stack_of
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.compiler_options import NO_ZERO_FILL
 
@@ -55,6 +58,14 @@ def test_what_is_given_is_kept(given):
     assert layer_loops.choose(work, 1) == layer_loops.LayerChoice(given, reason)
 
 
+@pytest.mark.parametrize("given", ["auto", True])
+def test_software_without_a_loop_copies_nothing(given):
+    """A loop that is asked for is counted."""
+    work = Workload("train", model_fixtures.model(), 8, 32).with_execution(remat="full", scan_layers=given)
+    unrolled = plan(work, Target.parse("h100-sxm5:1"), stack_of("torch-compile"))
+    assert ("copies" in unrolled.time.parts) == unrolled.layers.in_loop == (given is True)
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -64,16 +75,15 @@ def test_what_is_given_is_kept(given):
         ("train_gpu-llama3.2_1b-scan_layers-false-remat-none", "benchmarks/llama3.2_1b.toml"),
     ],
 )
-def test_the_expected_time_is_within_12_percent_of_measured_steps(name, file):
-    """Four steps on an H100, two of them in loops: 117.4 and 153.0 ms, and 89.5 and 132.8 ms written out. The rates are
-    those of a product and of a copy on that card, and nothing is fitted to the steps. The step of GPT-2 in a loop also
-    kept the slopes of GELU in float32, which took 5.5 of the 8 ms that are missing in it."""
+def test_the_expected_time_is_within_10_percent_of_measured_steps(name, file):
+    """Four steps on an H100, two of them in loops: 117.4 and 153.0 ms, and 89.5 and 132.8 ms written out. Nothing is
+    fitted to the steps. The step of GPT-2 in a loop also kept the slopes of GELU in float32, which is not counted."""
     row = json.loads((MEASURED / f"{name}.json").read_text())
     execution = [f"execution.{key}={json.dumps(row[key])}" for key in ("remat", "scan_layers")]
     execution += [f"execution.compiler_options.{NO_ZERO_FILL}=false"]  # as these steps were compiled
     sizes = [f"training.{key}={row[key]}" for key in ("batch", "sequence")]
-    (plan,), _ = api.plan(config.load(ROOT / file, [*sizes, *execution]), "h100-sxm5")
+    (counted,), _ = api.plan(config.load(ROOT / file, [*sizes, *execution]), "h100-sxm5")
     step_s = row["jaxlm"]["median_step_s"]
-    assert plan.time.lower_bound < step_s < plan.time.upper_bound
-    assert plan.time.expected == pytest.approx(step_s, rel=0.12)
-    assert plan.row()["layers"] == {"scan_layers": row["scan_layers"], "reason": plan.layers.reason}
+    assert counted.time.low < step_s < counted.time.upper_bound
+    assert counted.time.expected == pytest.approx(step_s, rel=0.1)
+    assert counted.row()["layers"] == {"scan_layers": row["scan_layers"], "reason": counted.layers.reason}

@@ -1,9 +1,11 @@
 """Closed forms against counts from programs, against the state of real optimizers, and against each other."""
 
+import itertools
 import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,13 +27,15 @@ from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.counted.memory import memory, trained
 from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.hardware.catalog import of_kind
-from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.pictures import points
 from jaxlm.costs.plan import plan
-from jaxlm.costs.search import layouts, search
+from jaxlm.costs.plan_order import TIE
+from jaxlm.costs.search import layouts, search, variants
 from jaxlm.costs.serving import critical_batch, speculative_speedup
+from jaxlm.costs.stack import Stack
+from jaxlm.costs.stack_memory import least_memory, stack_memory
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering.fit import fit
 from jaxlm.parallel.layout import AXES, Layout
@@ -226,20 +230,28 @@ def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns,
     assert memory(work).total <= memory(changed(work, frozen=frozenset())).total
 
 
+def times_sent(work):
+    """Return how often a step runs each kind of collective of each kind of array."""
+    times = Counter()
+    for c in traffic.collectives(work):
+        times[c.kind, c.of] += c.times
+    return times
+
+
 def test_what_is_frozen_is_gathered_and_not_sent():
     """A linear probe gathers its layers once; where the embedding trains they are gathered for both passes."""
     model = model_fixtures.model()
     whole = workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
     paths = frozenset(parameters(model))
     layers = frozenset(path for path in paths if path.startswith("layers/"))
-    found = {(c.kind, c.of): c.times for c in traffic.collectives(changed(whole, frozen=layers))}
+    found = times_sent(changed(whole, frozen=layers))
     assert not {("reduce-scatter", "layers"), ("all-to-all", "optimizer")} & found.keys()
     assert found["all-gather", "layers"] == 2 * model.num_layers and found["reduce-scatter", "embedding"] == 1
     (sums,) = (
         c for c in traffic.collectives(changed(whole, frozen=paths - {"final_norm/scale"})) if c.of == "gradients"
     )
     assert sums.bytes == 2 * model.d_model
-    probe = {(c.kind, c.of): c.times for c in traffic.collectives(changed(whole, frozen=paths - {"unembedding"}))}
+    probe = times_sent(changed(whole, frozen=paths - {"unembedding"}))
     assert probe["all-gather", "layers"] == model.num_layers and ("reduce-scatter", "embedding") not in probe
     assert probe["reduce-scatter", "residual"] == probe["all-gather", "residual"] == 2 * model.num_layers + 1
 
@@ -306,21 +318,21 @@ def test_windows_leave_what_is_seen_through_them(every, sequence):
 
 
 def test_a_kernel_for_attention_may_skip_what_nobody_sees():
-    """The upper bound computes all scores, the lower bound only those that causality and windows leave."""
+    """Neither the lower bound nor the expected time computes scores that causality and windows hide."""
     sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
     plain = model_fixtures.model(context_length=2**17, attention=sizes)
     narrow = model_fixtures.model(context_length=2**17, attention={**sizes, "window": 1024})
     target = Target.parse("h200-sxm")
     of = {m: plan(workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
     assert of[plain].flops.executed == of[narrow].flops.executed
-    assert of[plain].time.upper_bound == of[narrow].time.upper_bound
+    assert of[plain].time.expected > 20 * of[narrow].time.expected
     # Attention is nearly all of it.
     scores = of[plain].flops.executed / target.chip.peak("bfloat16")
     assert of[plain].time.compute == pytest.approx(scores / 2, rel=0.01)
     assert of[narrow].time.compute < scores / 50
     for each in of.values():
         assert sum(point.seconds for point in points(each.work, target.chip)) == pytest.approx(each.time.lower_bound)
-        assert each.time.below_peak < each.time.upper_bound - scores  # what is skipped is not below the peak
+        assert each.time.ideal <= each.time.lower_bound < each.time.expected
     without = plan(workload("train", plain, 1, 2**17, kernels="xla"), target)
     assert without.time.compute == pytest.approx(without.flops.executed / target.chip.peak("bfloat16"))
 
@@ -396,8 +408,8 @@ def test_what_is_sent():
     (gradients,) = (c for c in found if c.axes == ("data",))
     assert gradients.times == 1
     # Those of tests/test_traffic.py: of each microbatch, in a layer two forward and two backward, and one each around.
-    residuals = [c for c in found if c.of == "residual"]
-    assert all(c.times == 2 * (4 * work.model.num_layers + 2) for c in residuals)
+    residuals = {kind: n for (kind, of), n in times_sent(work).items() if of == "residual"}
+    assert set(residuals.values()) == {2 * (4 * work.model.num_layers + 2)}
     assert not traffic.collectives(changed(work, layout=meshes.layout()))
 
 
@@ -423,7 +435,7 @@ def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
     has it whole."""
     model = model_fixtures.model(tied_embeddings=tied)
     work = workload("train", model, 24, 32, microbatches=3, layout=meshes.layout(2, 4, 1), kernels="xla")
-    sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
+    sent = times_sent(work)
     assert (sent["all-gather", "embedding"], sent["reduce-scatter", "embedding"]) == (1, sums)
     unembedding = [] if tied else [("all-gather", "unembedding"), ("reduce-scatter", "unembedding")]
     assert [key for key in sent if key[1] == "unembedding"] == unembedding and all(
@@ -528,7 +540,7 @@ def test_more_of_everything_is_never_faster():
     first = plan(base, target).time
     for change in ({"batch": 32}, {"remat": "full"}, {"model": model_fixtures.model(num_layers=6)}):
         other = plan(changed(base, **change), target).time
-        assert other.lower_bound >= first.lower_bound and other.upper_bound > first.upper_bound
+        assert other.lower_bound >= first.lower_bound and other.expected >= first.expected
 
 
 def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
@@ -553,8 +565,18 @@ def test_search_finds_what_fits_and_sorts_it():
     found = search(work, target)
     assert found and all(p.fits and p.work.layout.size == 8 for p in found)
     times = [p.time.expected for p in found]
-    assert times == sorted(times)
+    assert all(time <= later * (1 + TIE) for time, later in itertools.pairwise(times))
     assert {p.work.layout for p in found} <= set(layouts(work, 8))
+
+
+@pytest.mark.parametrize("stack", [Stack(), Stack(state_bytes=18), Stack(state_bytes=6)], ids=str)
+def test_a_search_leaves_out_no_mesh_on_which_a_variant_fits(stack):
+    model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
+    work = workload("train", model, 16, 4096)
+    for layout in layouts(work, 8):
+        on_mesh = replace(work, layout=layout)
+        least = least_memory(on_mesh, stack).total
+        assert 0 < least <= min(stack_memory(each, stack).total for each in variants(on_mesh))
 
 
 PLANS = """
@@ -576,6 +598,18 @@ taken = [[timeit.timeit(one, timer=time.process_time, number=20) for one in each
 plans, loops = map(min, zip(*taken))
 print(plans / loops)
 """
+
+
+def test_a_mesh_that_does_not_divide_the_batch_is_refused():
+    """1,024 sequences on 992 chips would be on each of them."""
+    target = Target.parse("h100-sxm5:992")
+    experiment = config.load("llama3.1-8b", ["training.batch=1024", "training.sequence=128"])
+    work = Workload.of(experiment, Layout(fsdp=992))
+    with pytest.raises(InputError, match="992 shards of the batch .* do not divide the 1,024 sequences in 1 microb"):
+        plan(work, target)
+    with pytest.raises(InputError, match="take a multiple of 2,976"):
+        plan(replace(work, batch=1984, microbatches=3), target)
+    assert plan(replace(work, batch=1984), target).work.rows() == 2
 
 
 def test_ten_thousand_plans_a_minute():
@@ -631,25 +665,3 @@ def test_kernels_are_left_out_of_chips_that_do_not_run_them():
     decode = (changed(work, kind="decode") for work in (auto, plain))
     assert len({critical_batch(work, target) for work in decode}) == 1
     assert plan(auto, Target.parse("h200-sxm:8")).memory.total < plan(plain, Target.parse("h200-sxm:8")).memory.total
-
-
-def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():
-    """Each measured figure of calibration adds exactly its own seconds, and none changes the lower bound."""
-    work = Workload.of(config.load(CONFIGS / "quickstart.toml", ["execution.kernels=xla"]))
-    chip = Target.parse("h200-sxm:1").chip.model_copy(update={"on_chip": None})  # no tiles to fill
-    target = Target(chip, (1, 1))
-    bare, peak = plan(work, target).time, chip.peak("float32")
-    batched = sum(op.times * op.flops for op in operations.step(work) if op.product and op.product.batch > 1)
-    single = sum(op.times * op.flops for op in operations.step(work) if op.product) - batched
-    passes = sum(op.times * op.most_bytes for op in operations.step(work) if not op.product)
-    for figure, value, more in (
-        ("product_rates", {"float32": [(1, peak / 2)]}, (single + batched) / peak),
-        ("batched_rates", {"float32": [(1, peak / 4)]}, 3 * batched / peak),
-        ("pass_bytes_per_s", 1e9, passes / 1e9 - passes / chip.memory_bytes_per_s),
-    ):
-        told = Chip.model_validate({**chip.model_dump(), figure: value})
-        measured = plan(work, replace(target, chip=told)).time
-        assert measured.upper_bound - bare.upper_bound == pytest.approx(more)
-        assert measured.lower_bound == bare.lower_bound
-        products = measured.below_peak - bare.below_peak
-        assert products == pytest.approx(0.0 if figure == "pass_bytes_per_s" else more)

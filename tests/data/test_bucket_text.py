@@ -17,7 +17,6 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.sources import Changed, find_sources
 
-pytestmark = pytest.mark.xdist_group(__name__)
 TEXTS = [f"text {number} " + "word " * 2_000 for number in range(12)]
 
 

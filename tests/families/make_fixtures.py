@@ -148,7 +148,7 @@ class Reference:
     def load(folder: str | Path):
         """Return the float32 model of a directory, whose every tensor has a place and every place a tensor."""
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=FLOAT32, attn_implementation="eager", output_loading_info=True
+            folder, dtype=FLOAT32, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
         )
         if any(report.values()):
             raise ValueError(f"{folder} does not load as written: {report}")
@@ -157,7 +157,7 @@ class Reference:
     def double(self):
         """Return the model in float64, its rotary tables and constants computed in float64; inside its context."""
         model = AutoModelForCausalLM.from_config(
-            self.model.config, dtype=torch.float64, attn_implementation="eager"
+            self.model.config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         model.load_state_dict(self.state)
         return model
@@ -222,7 +222,8 @@ def greedy(reference: Reference, name: str, noise: float) -> tuple[dict, np.ndar
     rows, margins, steps = continuations(reference, name, GREEDY)
     smallest = margins.min(0)
     varied = [len(set(row[PROMPT:])) for row in rows]
-    safe = smallest > max(SAFE_MARGIN * noise, 25 * TOLERANCE)
+    stops = np.array([reference.config["eos_token_id"] in row[PROMPT:] for row in rows])
+    safe = (smallest > max(SAFE_MARGIN * noise, 25 * TOLERANCE)) & ~stops
     best = max(range(PROMPTS), key=lambda i: (safe[i], varied[i], -i))
     if not safe[best]:
         raise ValueError(f"{name}: no prompt is safe; the largest margin is {smallest.max()}")

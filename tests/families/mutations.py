@@ -11,12 +11,14 @@ from jaxlm.models.config import ModelConfig
 _EXEMPT = {
     *("vocab_size", "context_length", "num_layers", "d_model", "initializer_std", "pattern"),
     *("attention.num_heads", "attention.num_kv_heads", "attention.head_dim", "feed_forward.d_ff"),
-    *("attention.kind", "feed_forward.kind"),
+    *("attention.kind", "feed_forward.kind", "feed_forward.num_experts", "feed_forward.shared.d_ff"),
 }
 _OTHERS = {
     "norm.kind": {"rms": "layer", "layer": "rms"},
     "position.kind": {"rope": "none", "learned": "none", "none": "rope"},
     "feed_forward.activation": {"silu": "gelu", "gelu_tanh": "gelu", "gelu": "gelu_tanh", "relu_squared": "relu"},
+    "feed_forward.router.scores": {"softmax": "sigmoid", "sigmoid": "softmax", "softmax_of_chosen": "softmax"},
+    "feed_forward.shared.gate": {"sigmoid": "none"},
     "norm_placement": {"before": "both", "after": "before", "both": "before"},
     "residual": {"sequential": "parallel", "parallel": "sequential", "parallel_shared_norm": "sequential"},
 }
@@ -45,7 +47,7 @@ def mutations(model: ModelConfig) -> dict[str, ModelConfig]:
 def _changes(table: dict[str, Any], whole: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, value in table.items():
         key = f"{prefix}{name}"
-        if key in _EXEMPT:
+        if key in _EXEMPT or key.startswith("feed_forward.balance."):  # which training alone reads
             continue
         if isinstance(value, dict):
             if key == "position.scaling":

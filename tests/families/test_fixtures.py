@@ -13,7 +13,13 @@ from tiny_configs import FAMILIES
 
 LIMIT_BYTES = 40 * 1024
 RESEARCH = Path(__file__).parents[3] / "shared" / "research" / "hf_names.txt"
-SAME_WIDTH = {"gpt2", "gpt_neox", "gpt_neox_sequential"}  # the heads fill the residual stream by definition
+SAME_WIDTH = {
+    "gpt2",
+    "gpt_neox",
+    "gpt_neox_sequential",
+    "olmoe",
+    "qwen2_moe",
+}  # the heads fill the residual stream by definition
 
 each_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 

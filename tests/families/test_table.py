@@ -68,7 +68,7 @@ def test_layers_of_several_structures_keep_their_numbers():
     assert {place.path for place in expected["model.layers.3.mlp.up_proj.weight"].places} == {
         "layers/plain/feed_forward/up"
     }
-    assert expected["model.layers.3.mlp.up_proj.weight"].places[0].index == 2
+    assert expected["model.layers.3.mlp.up_proj.weight"].places[0].index == (2,)
 
 
 def test_all_differences_are_listed_with_the_nearest_names():

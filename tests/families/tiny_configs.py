@@ -179,6 +179,27 @@ FAMILIES = {
     "seed_oss": ("seed_oss", common(attention_bias=True, attention_out_bias=False)),
     "starcoder2": ("starcoder2", without(common(sliding_window=WINDOW, norm_epsilon=2e-5), "rms_norm_eps")),
     "arcee": ("arcee", common(rope_parameters=YARN)),
+    "mixtral": ("mixtral", common(num_local_experts=5, num_experts_per_tok=3)),
+    "olmoe": ("olmoe", without(common(num_experts=6, num_experts_per_tok=4), "head_dim")),
+    "qwen2_moe": (
+        "qwen2_moe",
+        without(
+            common(
+                moe_intermediate_size=28,
+                shared_expert_intermediate_size=36,
+                num_experts=6,
+                num_experts_per_tok=3,
+                norm_topk_prob=True,
+                decoder_sparse_step=2,
+                num_hidden_layers=5,
+            ),
+            "head_dim",
+        ),
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        common(moe_intermediate_size=28, num_experts=7, num_experts_per_tok=3, mlp_only_layers=[1]),
+    ),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
 }
 # Embeddings are smaller where the family multiplies them, and where tied ones would make each token predict itself.
@@ -197,6 +218,7 @@ OLD = {
     "qwen2": {"layer_types": None, "sliding_window": WINDOW, "max_window_layers": 1},  # a window, which is not used
     "qwen2_window": {"layer_types": None},
     "qwen3": {"layer_types": None},
+    "qwen3_moe": {"num_local_experts": None, "num_experts": 7},
     "smollm3": {"layer_types": None},
 }
 GRADIENTS = {"llama3_1", "olmo2", "gemma2", "gpt_neox", "cohere2"}  # pre, post, sandwich, two parallel, one parallel

@@ -163,7 +163,7 @@ def test_a_new_mixer_is_decoded():
 @pytest.mark.usefixtures("new_mixer")
 def test_the_engine_keeps_the_state_of_each_sequence():
     """Prompts of several chunks and of one token, found prefixes and lost pages: all go on from the right state."""
-    model = model_fixtures.model(context_length=160)
+    model = model_fixtures.model(context_length=160, num_layers=2)
     graph, _ = tree.abstract(model)
     parameters = tree.init(model, 0, mesh := meshes.make())
     # Of the two groups tokens need 5 pages of a sequence and states 3; there is room for two.

@@ -17,12 +17,10 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling, fitting_tokens, sampled
 from jaxlm.models import tree
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 CONTEXT = 64
 
 
-MODEL = model_fixtures.model(vocab_size=257, context_length=CONTEXT)
+MODEL = model_fixtures.model(vocab_size=257, context_length=CONTEXT, num_layers=1)
 
 
 def make(slots=8, tokenizer=None, valid_token_mask=None, model=MODEL):
@@ -89,7 +87,7 @@ def test_samples_and_prompts_that_are_added_change_no_others(completer):
 
 def test_penalties_count_prompts_and_what_was_drawn():
     """Step by step, as logits of the whole sequence and their definition give it; other rows have no penalties."""
-    model = model_fixtures.model()
+    model = model_fixtures.model(num_layers=1)
     parameters, (graph, _) = tree.init(model, 0, meshes.make()), tree.abstract(model)
     how = Sampling(0.0, repetition_penalty=1.7, presence_penalty=0.2, frequency_penalty=0.4, logit_bias={9: 0.3})
     prompts, options = [[3, 1, 4, 1, 5], [2, 2, 7, 0, 7]], [how, Sampling(0.0)]
@@ -109,7 +107,7 @@ def test_penalties_count_prompts_and_what_was_drawn():
 
 
 def test_the_whole_context_can_be_used():
-    model = model_fixtures.model(model_fixtures.GPT2)
+    model = model_fixtures.model(model_fixtures.GPT2, num_layers=1)
     parameters, (graph, _) = tree.init(model, 0, meshes.make()), tree.abstract(model)
     for given, follow in ((30, 3), (32, 1)):
         (ids,) = drawn(model, parameters, [[1] * given], follow, sampling=Sampling(0.0))

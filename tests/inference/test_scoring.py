@@ -23,13 +23,11 @@ from jaxlm.inference.requests import Sampling
 from jaxlm.inference.scoring import Scorer, encode_pair
 from jaxlm.models import tree
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 families = pytest.mark.parametrize("family", sampled(model_fixtures.FAMILIES, ["gpt2", "gemma"]))
 
 
 def parts(family=model_fixtures.LLAMA, mesh=None, **changes):
-    model = model_fixtures.model(family, **changes)
+    model = model_fixtures.model(family, **{"num_layers": 2, **changes})
     graph, _ = tree.abstract(model)
     return graph, model, tree.init(model, 0, mesh or meshes.make())
 
@@ -82,7 +80,7 @@ def test_a_context_that_several_share_is_read_once():
 
 def test_a_cache_too_small_for_all_scores_the_same():
     asked = pairs()
-    small = replace(SMALL, context=model_fixtures.CONTEXT, cache_bytes=70_000)
+    small = replace(SMALL, context=model_fixtures.CONTEXT, cache_bytes=47_000)
     assert scores(asked, settings=small) == scores(asked)
 
 

@@ -18,15 +18,13 @@ from jaxlm.inference.service import Draining, EngineFailed, EngineService, Servi
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64, max_queued=6)
 CONTEXT = 160
 
 
 @pytest.fixture(scope="module")
 def engine():
-    model = model_fixtures.model(context_length=CONTEXT)
+    model = model_fixtures.model(context_length=CONTEXT, num_layers=1)
     engine = Engine(model, tree.init(model, 0, meshes.make()), meshes.make(), SETTINGS)
     engine.warm()
     return engine

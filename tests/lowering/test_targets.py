@@ -16,7 +16,10 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
 )
 
-GPUS = ("a100-sxm4-80g", "h100-sxm5", "h200-sxm", "b200-hgx", "l40s", "rtx4090")
+GPUS = (
+    *("a100-sxm4-80g", "a100-sxm4-40g", "h100-sxm5", "h100-pcie", "h200-sxm", "b200-hgx", "gb200-nvl72"),
+    *("gb300-nvl72", "l40s", "rtx4090", "rtx-a6000", "rtx-pro-6000"),
+)
 TPUS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x")
 
 

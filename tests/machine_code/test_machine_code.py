@@ -53,13 +53,14 @@ CALLS = [
 ]
 # Every operation; matrix products of every chip (mma.sync on Ampere, wgmma on Hopper, tcgen05 on Blackwell); attention
 # by Mosaic GPU and by Triton, with a window, cap and sinks. Its other masks, and further tests of attention by Mosaic
-# GPU below, run only with `-m exhaustive`, except that of an error that must be found.
+# GPU below, run only with `-m exhaustive`, except that of an error that must be found, and causal gradients over more
+# than a block of keys (`test_gradients_may_be_added_in_any_order`).
 SAMPLE = {
     "bias_activation-plain-bfloat16-triton-A100",
     "flash_attention-causal-bfloat16-triton-B200",
-    "flash_attention-wide, more than a block, causal-bfloat16-mosaic_gpu-H100",
     "flash_attention-wide, packed, window, cap and sinks-bfloat16-mosaic_gpu-H100",
     "gated_activation-plain-bfloat16-triton-B200",
+    "grouped_matmul-plain-bfloat16-triton-H100",
     "layer_norm-residual-bfloat16-triton-H100",
     "linear_cross_entropy-plain-bfloat16-triton-B200",
     "log_softmax-odd width, masked rows-float32-triton-H100",

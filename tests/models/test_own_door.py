@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import meshes
 import model_fixtures
 import pytest
+from matrices import sampled
 from workload_fixtures import workload
 
 from jaxlm import config
@@ -155,12 +156,13 @@ width = 128
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
 )
-def test_it_is_compiled_as_it_is_counted(tmp_path):
+@pytest.mark.parametrize("kind", sampled(["train", "prefill"], ["prefill"]))  # train compiles for twice as long
+def test_it_is_compiled_as_it_is_counted(kind, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(FILE)
     experiment = config.load(path, ["training.batch=8", "execution.kernels=xla"])
     target = Target.parse("h200-sxm:2")
-    compiled = report.compile(experiment, "train", target, meshes.make(1, 1, 2, devices=targets.devices(target)), False)
+    compiled = report.compile(experiment, kind, target, meshes.make(1, 1, 2, devices=targets.devices(target)), False)
     assert compiled.report.flops == compiled.report.counted_flops
 
 

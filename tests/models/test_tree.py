@@ -58,6 +58,10 @@ PUBLISHED = {
     "afm-4.5b": 4_619_184_640,
     "nanochat-d20": 560_988_160,
     "nanochat-d32": 1_879_048_192,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
@@ -188,6 +192,23 @@ GOLDEN_AXES |= {
     "starcoder2": LAYER_NORMED,
     "afm": UNGATED,
     "nanochat": {path: axes for path, axes in UNGATED.items() if "norm" not in path},
+}
+EXPERTS = {
+    "layers/feed_forward/router": "layers embed routes",
+    "layers/feed_forward/gate": "layers experts feed_forward embed",
+    "layers/feed_forward/up": "layers experts feed_forward embed",
+    "layers/feed_forward/down": "layers experts embed feed_forward",
+}
+GOLDEN_AXES |= {
+    "mixtral": GOLDEN_AXES["llama"] | EXPERTS,
+    "olmoe": GOLDEN_AXES["llama"]
+    | EXPERTS
+    | {
+        "layers/attention/query_norm/scale": "layers heads head_dim",
+        "layers/attention/key_norm/scale": "layers kv_heads head_dim",
+    },
+    "qwen3-30b": GOLDEN_AXES["qwen3-32b"] | EXPERTS,
+    "qwen3-235b": GOLDEN_AXES["qwen3-32b"] | EXPERTS,
 }
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}

@@ -11,8 +11,8 @@ from jaxlm.parallel.layout import AXES
 
 ROOT = Path(jaxlm.__file__).parent
 PACKAGES = ("costs", "training", "models", "inference", "lowering")
-# What else is called so: the section [data] of a configuration, and the time that a run waits for its data.
-OTHERS = {("training/goodput.py", "data")}
+# What else is called so: the time that a run waits for its data, and the degree of sharding of a published run.
+OTHERS = {("training/goodput.py", "data"), ("costs/published/runs.py", "fsdp")}
 
 
 def named(file: Path) -> Iterator[str]:

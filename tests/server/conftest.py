@@ -23,7 +23,7 @@ def tokenizer():
 def engine(tokenizer):
     """An engine of random weights: its texts are random bytes, few of which are characters."""
     vocabulary = 264  # more rows than tokens
-    model = model_fixtures.model(vocab_size=vocabulary, context_length=CONTEXT)
+    model = model_fixtures.model(vocab_size=vocabulary, context_length=CONTEXT, num_layers=1)
     parameters = tree.init(model, 0, meshes.make())
     # No id ends every text: so the tests know how long each is.
     engine = Engine(model, parameters, meshes.make(), SETTINGS, valid_token_mask=tokenizer.valid_token_mask(vocabulary))

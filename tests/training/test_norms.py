@@ -8,7 +8,7 @@ import pytest
 from jaxlm.models import tree
 from jaxlm.parallel.batches import put_batch
 
-pytestmark = [pytest.mark.usefixtures("programs_once"), pytest.mark.xdist_group(__name__)]
+pytestmark = pytest.mark.usefixtures("programs_once")
 
 
 def norms_at_first(mesh):

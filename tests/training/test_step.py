@@ -20,7 +20,7 @@ from jaxlm.training.schedules import schedule
 from jaxlm.training.step import TrainStep
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
-pytestmark = [pytest.mark.usefixtures("programs_once"), pytest.mark.xdist_group(__name__)]
+pytestmark = pytest.mark.usefixtures("programs_once")
 
 
 def test_cross_entropy_is_minus_the_log_of_the_softmax():

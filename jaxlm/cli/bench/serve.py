@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.cli import engine
+from jaxlm.cli import engine, steps
 from jaxlm.cli.bench import out
 from jaxlm.cli.paths import location, path
 from jaxlm.core.errors import InputError
@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_sizes(parser)
     engine.add_fast(parser)
     parser.add_argument("--on", metavar="CHIPS", help="the chips of the server, for the bounds (host)")
+    steps.add_chip(parser)
     out.add_arguments(parser)
 
 
@@ -102,7 +103,7 @@ def main(arguments: argparse.Namespace) -> int:
             f"texts of up to {load.longest} tokens exceed model.context_length = {experiment.model.context_length}; "
             "lower --input-tokens or --output-tokens"
         )
-    _bounds(arguments.on, experiment, load, 1.0)  # refused before anything is measured
+    _bounds(arguments.on, steps.chip(arguments), experiment, load, 1.0)  # refused before anything is measured
     found, is_whole = _measured(arguments, experiment, load, goodput, key)
     out.give(arguments, found, _show)
     return 0 if is_whole else 130
@@ -170,7 +171,7 @@ def _figures(
     duration = max(each.ended for each in answered) - min(each.sent for each in answered)
     failed = [each.error for each in answered if each.error]
     measurements = figures(good, len(failed), duration, goodput)
-    least = _bounds(arguments.on, experiment, load, measurements["mean_concurrency"])
+    least = _bounds(arguments.on, steps.chip(arguments), experiment, load, measurements["mean_concurrency"])
     return {
         "model": arguments.run.name,
         "dtype": experiment.execution.dtype,
@@ -183,17 +184,19 @@ def _figures(
     }
 
 
-def _bounds(on: str | None, experiment: "Experiment", load: "Load", concurrency: float) -> "LoadBounds | None":
+def _bounds(
+    on: str | None, chip: dict[str, Any], experiment: "Experiment", load: "Load", concurrency: float
+) -> "LoadBounds | None":
     """Return the bounds; None on a machine that is not calibrated. Raises InputError for chips that are not known."""
     from jaxlm.costs.hardware.target import Target
     from jaxlm.server.load.bounds import bounds
 
     try:
-        target = Target.parse(on or "host")
+        target = Target.parse(on or "host", chip)
         # A prefix that is shared may be found in the cache.
         return bounds(experiment, target, load.input_tokens - load.prefix_tokens, load.output_tokens, concurrency)
     except InputError:
-        if on is not None:
+        if on is not None or chip:
             raise
         return None
 

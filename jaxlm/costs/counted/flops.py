@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from jaxlm.costs.counted import operations
@@ -28,18 +29,40 @@ class Flops(NamedTuple):
     executed: int
 
 
-def matmul_tokens(work: Workload) -> dict[str, int]:
-    """Return the number of tokens that each matrix parameter multiplies in a step, by path."""
+def matmul_tokens(work: Workload) -> dict[str, Fraction]:
+    """Return the number of tokens that each matrix parameter multiplies in a step, by path: of the experts of a mixture
+    the mean, since each multiplies the tokens that choose it."""
     whole = replace(work, layout=Layout()).representative()
     if work.kind != "train":
         (whole,) = whole.without_kernels_or_padding().by_step_shape()
-    device = device_step(whole)
-    products = ((use, device.cost(use).weight_product) for use in device.recording.uses)
-    products = [(device.recording.parameter(use), use, each.product) for use, each in products if each]
-    if work.kind != "train":
-        return {path: product.m for path, _, product in products}
-    # Elements of a row over elements of a token: the product's own rows include the padding of the loss.
-    return {path: work.batch * (math.prod(use.shapes[0]) // product.k) for path, use, product in products}
+    device, tokens = device_step(whole), {}
+    for use in device.recording.uses:
+        if (weighted := device.cost(use).weight_product) is None:
+            continue
+        product, numbers = weighted.product, math.prod(use.shapes[weighted.weight])
+        if work.kind != "train":
+            rows = product.m
+        elif device.cost(use).loss is not None:  # whose product pads its rows
+            rows = work.batch * (math.prod(use.shapes[0]) // product.k)
+        else:
+            rows = work.batch * (product.m // whole.rows())
+        tokens[device.recording.parameter(use)] = Fraction(rows * product.k * product.n, numbers)
+    return tokens
+
+
+def active_share(work: Workload, path: str) -> Fraction:
+    """Return the share of a parameter that computes with a token: of the experts of a mixture those that it chooses."""
+    if not work.parameters[path].of_experts:
+        return Fraction(1)
+    return _shares_of_experts(work.representative()).get(path.rpartition("/")[0], Fraction(1))
+
+
+@functools.lru_cache(maxsize=256)
+def _shares_of_experts(work: Workload) -> dict[str, Fraction]:
+    """Return the share of experts that a token chooses, by the path of their layer."""
+    of_experts = {path for path, d in work.parameters.items() if d.of_experts}
+    tokens = {path: n for path, n in matmul_tokens(work).items() if path in of_experts}
+    return {path.rpartition("/")[0]: n / work.tokens for path, n in tokens.items()}
 
 
 def napkin_flops(work: Workload) -> int:
@@ -49,7 +72,7 @@ def napkin_flops(work: Workload) -> int:
         return 2 if work.kind != "train" else 4 if path in work.base else 6
 
     declared = work.parameters
-    return sum(each(path) * math.prod(declared[path].shape) * n for path, n in matmul_tokens(work).items())
+    return round(sum(each(path) * math.prod(declared[path].shape) * n for path, n in matmul_tokens(work).items()))
 
 
 def flops(work: Workload) -> Flops:
@@ -65,11 +88,16 @@ def flops(work: Workload) -> Flops:
 @functools.lru_cache(maxsize=1024)
 def _flops(whole_step: Workload) -> Flops:
     """Return the FLOPs of a step on one device; all layouts of a search share the result."""
-    executed_ops = operations.without_copies(whole_step)
-    executed = sum(op.times * op.flops for op in executed_ops)
     # The model's products are those of plain JAX: kernels compute some products again and pad the last chunk of the
     # loss, and a CPU leaves out scores.
     plain = whole_step.without_kernels_or_padding()
+    if whole_step == plain and plain.kind == "train" and plain.batch > plain.microbatches:
+        # Every row of plain JAX computes as much as another, so that all batches share the count of one.
+        return _of_rows(replace(plain, batch=plain.microbatches), plain.batch // plain.microbatches)
+    executed_ops = operations.without_copies(whole_step)
+    executed = sum(op.times * op.flops for op in executed_ops)
+    if plain.kind == "train" and whole_step != plain:
+        return _flops(plain)._replace(executed=executed)
     model_ops = executed_ops if whole_step == plain else operations.without_copies(plain)
     once = [op for op in model_ops if op.phase in ("forward", "backward")]
     model = causal = sum(op.times * op.flops for op in once if op.visible is None)
@@ -78,3 +106,12 @@ def _flops(whole_step: Workload) -> Flops:
             model += op.times * op.flops * op.visible.whole
             causal += op.times * op.flops * op.visible.causal
     return Flops(napkin_flops(whole_step), int(model), int(causal), executed)
+
+
+def _of_rows(one: Workload, rows: int) -> Flops:
+    """Return the FLOPs of a training step in plain JAX with this many times the rows of `one`. What the optimizer
+    computes does not grow with them."""
+    count = _flops(one)
+    optimizer = sum(op.times * op.flops for op in operations.without_copies(one) if op.phase == "optimizer")
+    executed = rows * (count.executed - optimizer) + optimizer
+    return Flops(rows * count.napkin, rows * count.model, rows * count.model_causal, executed)

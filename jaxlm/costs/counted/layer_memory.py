@@ -4,7 +4,7 @@ Both follow from the recording: a value is live from the door that makes the val
 door declares what XLA keeps for that door besides operands and results.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep
@@ -71,17 +71,28 @@ def _bytes(device: DeviceStep, values: Iterable[int]) -> int:
 
 def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> Kept:
     """Return what the backward pass of doors reads; without recomputation, all of it is kept."""
+    *_, last = _reads(device, uses)
+    return last
+
+
+def _reads(device: DeviceStep, uses: Sequence[RecordedOp]) -> Iterator[Kept]:
+    """Yield, after each of these doors in turn, what the backward pass of all doors up to it reads."""
     values, more = set(), 0
-    shared = (device.cost(use).saved.shared for use in device.recording.uses)
-    is_shared = len({each[0] for each in shared if each is not None}) <= 1
     for use in uses:
         declared = device.cost(use).saved
         more += declared.instead + declared.bytes + declared.with_result + declared.masks
-        if declared.shared is not None and not is_shared:
+        if declared.shared is not None and not _is_shared(device):
             more += declared.shared[1]
         if not declared.instead:
             values.update(device.saved(use))
-    return _kept(device, values, more)
+        yield _kept(device, values, more)
+
+
+@memoized
+def _is_shared(device: DeviceStep) -> bool:
+    """Return whether all layers share one of the arrays that a door says layers of one key have in common."""
+    shared = (device.cost(use).saved.shared for use in device.recording.uses)
+    return len({each[0] for each in shared if each is not None}) <= 1
 
 
 @memoized
@@ -114,14 +125,10 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
     """Return the peak of a layer's backward pass: at a door with a workspace, or else where most kept values and
     gradients are live."""
     uses = device.recording.by_layer[layer]
-    working, peaks = _with_workspace(device, uses), []
-    for i in working or range(len(uses)):
-        if working:
-            bytes_ = _around_workspace(device, layer, i)
-        else:
-            bytes_ = _read(device, uses[: i + 1]).total + _bytes_of_gradients(device, layer, i)
-        peaks.append(LayerPeak(bytes_, i))
-    return max(peaks)
+    if working := _with_workspace(device, uses):
+        return max(LayerPeak(_around_workspace(device, layer, i), i) for i in working)
+    reads = enumerate(_reads(device, uses))
+    return max(LayerPeak(kept.total + _bytes_of_gradients(device, layer, i), i) for i, kept in reads)
 
 
 def _with_workspace(device: DeviceStep, uses: Sequence[RecordedOp]) -> list[int]:

@@ -66,6 +66,13 @@ def trained(work: Workload) -> Memory:
     return Memory(parameters, num_gradients * work.itemsize + _sums(work, num_gradients), state, 0, 0, 0)
 
 
+def updated(work: Workload) -> Memory:
+    """Return the memory at the update of a training step: that of all parameters, whatever the layers keep."""
+    weights = 4 * _trainable(work) + _working(work) + _base(work)
+    numbers = sum(_gradients(work).values())
+    return Memory(weights, _sums(work, numbers) or work.itemsize * numbers, trained(work).optimizer, 0, 0, 0)
+
+
 def _trainable(work: Workload) -> int:
     """Return the number of elements on one device of the parameters that have a float32 copy."""
     return sum(work.stored(d.axes, d.shape) for d in work.trainable.values())
@@ -125,8 +132,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         last = [use for use in _last(device, uses) if recording.parameter(use) in gradients]
         gradient_bytes = sums + tables + itemsize * of_layers + _gathered(device, last)
         yield Memory(resident.parameters + gathered, gradient_bytes, state, saved + backward.bytes, waiting, 0)
-    weights = 4 * _trainable(work) + _working(work) + _base(work)
-    yield Memory(weights, sums or itemsize * total, state, 0, 0, 0)
+    yield updated(work)
 
 
 def _loss(device: DeviceStep) -> tuple[RecordedOp, LossWorkspace]:

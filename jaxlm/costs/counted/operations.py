@@ -24,7 +24,7 @@ from jaxlm.costs.counted.traced import traced_work
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, Product, Traced, VisibleFraction
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, PassKind, Product, Traced, VisibleFraction
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Rules
@@ -34,6 +34,14 @@ from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
 
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
+OperationKind = PassKind | Literal["copy", "draw"]
+
+
+class KernelPass(NamedTuple):
+    """The forward or backward pass of a kernel. `name`: of its implementation; empty if it computes no product."""
+
+    name: str
+    direction: Literal["forward", "backward"]
 
 
 class Operation(NamedTuple):
@@ -42,7 +50,7 @@ class Operation(NamedTuple):
     `flops` are those of its product; `elementwise` are its other FLOPs. `least_bytes` and `most_bytes` bracket what one
     run moves to and from memory. `kernel`: a kernel of kernels_pallas, or a product in one; all operations of a scope
     together are what the kernel declares. `visible`: the fraction of attention's scores that masks leave; a kernel
-    skips the others.
+    skips the others. `kind`: of a pass; `copy` into or out of the stacks of a loop, `draw` of a token.
     """
 
     scope: str
@@ -52,8 +60,9 @@ class Operation(NamedTuple):
     least_bytes: int
     most_bytes: int
     elementwise: int = 0
-    kernel: bool = False
+    kernel: KernelPass | None = None
     visible: VisibleFraction | None = None
+    kind: OperationKind = "pass"
 
     @property
     def flops(self) -> int:
@@ -89,7 +98,7 @@ def _draws(work: Workload) -> Iterator[Operation]:
     here, whole = drawing.logits_bytes(work)
     least = here if here == whole else here + 2 * whole  # gathered logits are written and read
     for times, each in drawing.draws(work):
-        yield Operation("draw", "forward", times, None, least, max(least, each.bytes), each.flops)
+        yield Operation("draw", "forward", times, None, least, max(least, each.bytes), each.flops, kind="draw")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,7 +122,7 @@ def _stacks(device: DeviceStep) -> Iterator[Operation]:
         ("stacks/out", "backward", out_of),
     ):
         if moved:
-            yield Operation(scope, phase, device.work.passes, None, moved, moved)
+            yield Operation(scope, phase, device.work.passes, None, moved, moved, kind="copy")
 
 
 def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Operation]:
@@ -138,9 +147,13 @@ def _gradients(
 ) -> Iterator[Operation]:
     """Yield the products that give the gradients of the operands which depend on something that trains."""
     if cost.kernel is not None:
-        backward = [op.in_phase("backward", product) for op in products for product in op.product.gradients()]
+        backward = [
+            op.in_phase("backward", product)
+            for op, computed in zip(products, cost.kernel.gradients, strict=True)
+            for product in itertools.compress(op.product.gradients(), computed)
+        ]
         backward += [_operation(device, use, each).in_phase("rematerialised") for each in cost.kernel.again]
-        yield from _in_kernel(cost.kernel.costs.backward, backward)
+        yield from _in_kernel(cost.kernel.costs.backward, backward, KernelPass(cost.kernel.name, "backward"))
         return
     for op, declared in zip(products, cost.products, strict=True):
         operands = use.operands[0], use.operands[1 if declared.weight is None else declared.weight]
@@ -191,7 +204,9 @@ def _reruns(op: Operation, reruns: bool) -> bool:
 def _products(device: DeviceStep, use: RecordedOp, cost: DoorCost) -> list[Operation]:
     """Return the products of a door in the forward pass."""
     products = [_operation(device, use, each) for each in cost.products]
-    return products if cost.kernel is None else list(_in_kernel(cost.kernel.costs.forward, products))
+    if cost.kernel is None:
+        return products
+    return list(_in_kernel(cost.kernel.costs.forward, products, KernelPass(cost.kernel.name, "forward")))
 
 
 def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Operation:
@@ -201,11 +216,11 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
     return Operation(scope, "forward", times, declared.product, least, most, visible=declared.visible)
 
 
-def _in_kernel(declared: KernelCost, products: Sequence[Operation]) -> Iterator[Operation]:
+def _in_kernel(declared: KernelCost, products: Sequence[Operation], kernel: KernelPass) -> Iterator[Operation]:
     """Yield the products of a kernel. The first has the kernel's bytes and its FLOPs outside of products."""
     rest, moved = declared.flops - sum(op.flops for op in products), declared.bytes
     for op in products:
-        yield op._replace(least_bytes=moved, most_bytes=moved, elementwise=rest, kernel=True)
+        yield op._replace(least_bytes=moved, most_bytes=moved, elementwise=rest, kernel=kernel)
         rest = moved = 0
 
 
@@ -237,11 +252,14 @@ def _flops_of_call(function: Callable[..., Any], shapes: tuple[tuple[int, ...], 
     return once, count(both, *arrays).flops - once
 
 
-def _beside(use: RecordedOp, part: Pass, phase: Phase) -> Operation:
+def _beside(use: RecordedOp, part: Pass, phase: Literal["forward", "backward"]) -> Operation:
     """Return the forward or backward operation of a pass. XLA may fuse its own loops, but no kernel."""
     each = part.backward if phase == "backward" else part.forward
     least, times = each.bytes if part.kernel else 0, use.times * part.times
-    return Operation(_scope(use, part.scope), phase, times, None, least, each.bytes, each.flops, part.kernel)
+    kernel = KernelPass("", phase) if part.kernel else None
+    return Operation(
+        _scope(use, part.scope), phase, times, None, least, each.bytes, each.flops, kernel, None, part.kind
+    )
 
 
 def _scope(use: RecordedOp, name: str) -> str:

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from jaxlm.costs.counted import drawing
 from jaxlm.costs.counted.device import DeviceStep, device_step
@@ -19,7 +19,11 @@ class Collective(NamedTuple):
     """A collective that a step runs `times` times over mesh axes.
 
     `bytes`: the whole array on one device, which is the result of an all-gather and the operand of a reduce-scatter or
-    an all-reduce. `of`: the kind of array, such as "residual" or "gradients", or the path of a table.
+    an all-reduce. `of`: the kind of array, such as "residual" or "gradients", or the path of a table. `behind`: the
+    pass whose computation does not depend on it, so that it may run meanwhile; None if all that follows waits for it.
+    `waits`: the runs among `times`, or parts of runs, that nothing is left to run behind: the first of a pass, or the
+    last.
+    `narrow_gradients`: it sums gradients of parameters in the dtype of the computation.
     """
 
     kind: str
@@ -27,6 +31,9 @@ class Collective(NamedTuple):
     times: int
     bytes: int
     of: str
+    behind: Literal["forward", "backward"] | None = None
+    waits: float = 0
+    narrow_gradients: bool = False
 
 
 def collectives(work: Workload) -> list[Collective]:
@@ -77,20 +84,29 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     for path, uses in tables.items():
         once, whole = any(not device.cost(use).products for use in uses), device.weight_bytes(uses[0])
         axes, trains = device.gathered_over(uses[0]), train and path not in work.frozen
-        yield Collective("all-gather", axes, 1 if once else each, whole, path)
-        yield Collective("reduce-scatter", scattered(axes), each * trains * len(uses), whole, path)
+        # A table that is looked up is needed first, and its gradient comes last.
+        gathers, sums = 1 if once else each, each * trains * len(uses)
+        yield Collective("all-gather", axes, gathers, whole, path, "forward", gathers * once)
+        yield Collective("reduce-scatter", scattered(axes), sums, whole, path, "backward", sums * once, True)
     for layer in range(len(recording.layers)):
         groups: dict[tuple[str, ...], list[RecordedOp]] = defaultdict(list)
         for use in recording.by_layer[layer]:
             if device.gathered_over(use):
                 groups[device.gathered_over(use)].append(use)
         for axes, products in groups.items():
-            passes = 2 if any(map(device.trains, products)) else 1
+            backward = any(map(device.trains, products))
             trained = [use for use in products if train and recording.parameter(use) not in work.frozen]
             times = each * products[0].times
             gathered, gradients = (sum(map(device.weight_bytes, uses)) for uses in (products, trained))
-            yield Collective("all-gather", axes, times * passes, gathered, "layers")
-            yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers")
+            # The matrices of a layer are gathered while its neighbour computes; those of the first layer are waited
+            # for, and so are the last gradients. In a loop an iteration begins when the one before it has ended: then
+            # the matrices that each layer reads first are waited for.
+            first = each * (layer == 0)
+            part = _first_read(device, products) if work.execution.in_loop else 0.0
+            waits = first + part * (times - first)
+            yield Collective("all-gather", axes, times, gathered, "layers", "forward", waits)
+            yield Collective("all-gather", axes, times * backward, gathered, "layers", "backward", part * times)
+            yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers", "backward", waits, True)
     # Gradients of vectors are accumulated in float32.
     whole: dict[tuple[str, tuple[str, ...]], int] = {}
     for use in recording.uses if train else ():
@@ -109,7 +125,14 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     for (_, left), size in whole.items():
         vectors[left] += size
     for left, size in vectors.items():
-        yield Collective("all-reduce", left, each, size, "vectors")
+        yield Collective("all-reduce", left, each, size, "vectors", "backward")
+
+
+def _first_read(device: DeviceStep, products: Sequence[RecordedOp]) -> float:
+    """Return the share of a layer's matrices, by bytes, that its first products read: those of one operand."""
+    operand = products[0].operands[0]
+    sizes = [(use.operands[0] == operand, device.weight_bytes(use)) for use in products]
+    return sum(size for is_first, size in sizes if is_first) / sum(size for _, size in sizes)
 
 
 def _adapters(device: DeviceStep) -> Iterator[Collective]:
@@ -154,18 +177,24 @@ def _copies(device: DeviceStep) -> Iterator[Collective]:
             one, times = gradient_bytes // kv_heads, work.microbatches * shared[0].times
             if shards % kv_heads:
                 copies = math.lcm(kv_heads, shards)
-                yield Collective("all-gather", axes, times, one * copies, "copies")
+                yield Collective("all-gather", axes, times, one * copies, "copies", "backward")
             else:
-                yield Collective("all-reduce", axes, times, one, "copies")
-                yield Collective("all-gather", axes, times, one * kv_heads * (kv_heads > 1), "copies")
+                yield Collective("all-reduce", axes, times, one, "copies", "backward")
+                yield Collective("all-gather", axes, times, one * kv_heads * (kv_heads > 1), "copies", "backward")
 
 
 def _sums(work: Workload) -> Iterator[Collective]:
-    """Yield the sum of gradients, once per step, over the axes whose devices have copies of the model."""
+    """Yield the sum of gradients, once per step, over the axes whose devices have copies of the model.
+
+    Gradients of layers in a loop, and those that microbatches add up, are there when the loop has ended: nothing is
+    left to compute behind their sum.
+    """
     leaves = work.parameters.items()
     stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
     wide = 4 if work.microbatches > 1 else work.itemsize
-    yield Collective("all-reduce", work.several(work.rules.replicas), 1, wide * stored, "gradients")
+    waits = int(work.microbatches > 1 or work.execution.scan_layers is not False)
+    over = work.several(work.rules.replicas)
+    yield Collective("all-reduce", over, 1, wide * stored, "gradients", "backward", waits, wide < 4)
 
 
 def _optimizer(work: Workload) -> Iterator[Collective]:
@@ -188,14 +217,16 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
     other doors, as TPUs run it; GPUs all-reduce that gradient in float32.
     """
     work, again = device.work, run_again(device)
-    counts: Counter[tuple[str, tuple[str, ...], int, str]] = Counter()
+    # Also by whether it runs behind the products that give the gradients of matrices; nothing waits for a sum then.
+    counts: Counter[tuple[str, tuple[str, ...], int, str, bool]] = Counter()
     uses = device.recording.uses
     whole_sums = {use.operands[0] for use in uses if device.cost(use).sums_gradients}
     for use in uses:
         times, cost = work.passes * use.times, device.cost(use)
         for each in cost.statistics:
             if not each.every_pass:
-                counts["all-reduce", _shared_over(device, use, each), each.bytes, each.of] += times * each.times
+                over = _shared_over(device, use, each)
+                counts["all-reduce", over, each.bytes, each.of, False] += times * each.times
         summed = device.contracted_over(use)
         if not cost.relays and not summed:
             continue
@@ -204,25 +235,25 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
         before, after = (together(work.placed(axes, use.result_shapes[0])) for axes in (RESIDUAL, GATHERED))
         over = tuple(axis for axis in before if axis not in after)
 
-        def sums(axes: tuple[str, ...], scatters: bool, n: int, whole: int = whole, over: tuple = over) -> None:
+        def sums(axes: tuple, scatters: bool, n: int, hidden: bool, whole: int = whole, over: tuple = over) -> None:
             """Count `n` sums over these axes: a reduce-scatter over those that shard the residual, an all-reduce over
             the others."""
             kept = tuple(axis for axis in axes if scatters and axis in over)
             left = tuple(axis for axis in axes if axis not in kept)
-            counts["reduce-scatter", kept, whole, "residual"] += n
-            counts["all-reduce", left, whole // work.layout.over(kept), "residual"] += n
+            counts["reduce-scatter", kept, whole, "residual", hidden] += n
+            counts["all-reduce", left, whole // work.layout.over(kept), "residual", hidden] += n
 
         reruns = use.layer is not None and not again.isdisjoint(use.results)
         forward, trains = times * (1 + reruns), device.trains(use)
         if cost.relays:
-            counts["all-gather", over, whole, "residual"] += forward
+            counts["all-gather", over, whole, "residual", False] += forward
             if trains:
-                sums(_read_over(device, use.results[0]), use.results[0] not in whole_sums, times)
+                sums(_read_over(device, use.results[0]), use.results[0] not in whole_sums, times, True)
         else:
-            sums(summed, True, forward)
-            counts["all-gather", over, whole, "residual"] += times * trains
-    for (kind, axes, size, of), times in counts.items():
-        yield Collective(kind, axes, times, size, of)
+            sums(summed, True, forward, False)
+            counts["all-gather", over, whole, "residual", False] += times * trains
+    for (kind, axes, size, of, hidden), times in counts.items():
+        yield Collective(kind, axes, times, size, of, "backward" if hidden else None)
 
 
 def _statistics(device: DeviceStep) -> Iterator[Collective]:

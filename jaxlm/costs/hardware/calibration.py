@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -23,8 +23,11 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import default_cache, replace, unwritable
 from jaxlm.core.schema import Section
 from jaxlm.costs.hardware.chips import Chip, OnChip
+from jaxlm.costs.hardware.sustained import AttentionRates, Launches, PassRates, ProductRates, Sustained
 
 if TYPE_CHECKING:
+    import jax
+
     from jaxlm.costs.hardware.timed import Microbenchmark
 
 HOST = "host"
@@ -32,8 +35,13 @@ HOST = "host"
 _uncached: Chip | None = None
 _MEASURE = "run jaxlm hardware host --measure"
 _DTYPES = ("float32", "bfloat16")
-_MAX_SECONDS = 5.0  # for all programs together
-_FORMAT = 2  # of the cached file
+_MAX_SECONDS = 10.0  # for all programs together
+_MEASURED = "measured on this machine"
+# Numbers of an array that a pass reads; sequences and head dims of attention, on a CPU and on an accelerator.
+_NUMBERS = 2**16, 2**20, 2**22
+_CPU_SEQUENCES, _CPU_HEAD_DIMS = (64, 256, 1024), (32, 128)
+_SEQUENCES, _HEAD_DIMS = (1024, 4096, 16384), (64, 128)
+_FORMAT = 3  # of the cached file
 
 
 class Machine(Section):
@@ -135,17 +143,15 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
     *,
     largest: int = 16384,
-    copied_bytes: int = 2**30,
+    copied_bytes: int = 2**29,
     calls: int = 300,
 ) -> Chip:
-    """Measure the default device and cache the result; about 10 s on a CPU.
+    """Measure the default device and cache the result; about 20 s on a CPU.
 
     Peak rates come from the fastest call: `peak_flops` over products with sides up to `largest`, and
-    `memory_bytes_per_s` of an array of `copied_bytes` changed in place, reads and writes counted. Rates in a step come
-    from the third quartile of call times: `product_rates` of a matrix and both its gradients, `batched_rates` the same
-    for the heads of attention, `elementwise_flops` of operations as in a softmax, and `pass_bytes_per_s` of the slowest
-    kind of pass between products. `dispatch_s` is the median time of an empty call. Programs alternate, each at most
-    `calls` times (`jaxlm.costs.hardware.timed`).
+    `memory_bytes_per_s` of an array of `copied_bytes` changed in place, reads and writes counted. The rates that
+    programs sustain (`Chip.sustained`) come from the first decile of call times, and their spreads from the quartiles.
+    Programs alternate, each at most `calls` times (`jaxlm.costs.hardware.timed`).
 
     Raises InputError, before measuring, if the result could not be written.
     """
@@ -161,65 +167,114 @@ def measure(
     memory = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     say(f"measuring {device.device_kind}")
     with jax.default_device(device), jax.default_matmul_precision("default"):
-        empty = timed.empty_call()
-        timed.alternate([empty], calls, _MAX_SECONDS)
+        empty, kernels = timed.empty_call(), timed.kernels()
+        timed.alternate([empty, kernels], calls, _MAX_SECONDS / 10)
         copied = timed.change_in_place(min(copied_bytes, memory // 8))
-        numbers = min(2**20, copied_bytes // 4)
-        elementwise, passes = timed.elementwise(numbers), timed.passes(numbers)
         matrices, squares, heads = {}, {}, {}
         for dtype in _DTYPES:
             matrices[dtype], squares[dtype] = timed.products(dtype, largest)
             heads[dtype] = timed.heads(dtype, largest)
-        each = [by_side.values() for kind in (matrices, squares, heads) for by_side in kind.values()]
-        timed.alternate([copied, elementwise, *passes, *itertools.chain(*each)], calls, _MAX_SECONDS)
+        numbers = sorted({min(size, copied_bytes // 4) for size in _NUMBERS})
+        passes = [timed.passes(each) for each in numbers]
+        updates = [[timed.update(each)] for each in numbers]
+        reads = [[timed.weights(4 * each)] for each in numbers]
+        attention = _attention(device, largest)
+        say(f"compiled; measuring for about {_MAX_SECONDS:.0f} s")
+        products = {dtype: [*matrices[dtype], squares[dtype], *heads[dtype]] for dtype in _DTYPES}
+        others = [program for kind in (passes, updates, reads) for each in kind for program in each]
+        others += [program for each in attention.values() for program in each]
+        timed.alternate([copied, *itertools.chain(*products.values()), *others], calls, _MAX_SECONDS)
+        dispatch_s = empty.undisturbed
+        measured = Sustained(
+            products=tuple(
+                ProductRates(dtype=dtype, batched=kind is heads, **_measured([[each] for each in by_side], dispatch_s))
+                for kind in (matrices, heads)
+                for dtype, by_side in kind.items()
+            ),
+            passes=tuple(
+                PassRates(kind=kind, **_measured(by_size, dispatch_s))
+                for kind, by_size in (("pass", passes), ("optimizer", updates), ("weights", reads))
+            ),
+            attention=tuple(
+                AttentionRates(
+                    kernel=kernel,
+                    direction=direction,
+                    mask="causal",
+                    head_dim=head_dim,
+                    dtype=dtype,
+                    **_measured([[each] for each in by_sequence], dispatch_s),
+                )
+                for (kernel, direction, head_dim, dtype), by_sequence in attention.items()
+            ),
+            launches=(
+                Launches(
+                    kernel_s=max(0.0, kernels.undisturbed - dispatch_s) / kernels.work,
+                    eager_s=dispatch_s,
+                    step_s=dispatch_s,
+                    token_s=0.0,
+                    source=_MEASURED,
+                    spread=empty.spread,
+                ),
+            ),
+        )
     chip = Chip(
         id=HOST,
         name=here.cpu if device.platform == "cpu" else device.device_kind,
         vendor="this machine",
         kind=device.platform if device.platform in ("cpu", "tpu") else "gpu",
-        peak_flops={
-            dtype: max(program.best for kind in (matrices, squares, heads) for program in kind[dtype].values())
-            for dtype in _DTYPES
-        },
-        product_rates=_rates(matrices),
-        batched_rates=_rates(heads),
+        peak_flops={dtype: max(program.best for program in each) for dtype, each in products.items()},
         memory_bytes=memory,
         device_memory_bytes=memory,
         memory_bytes_per_s=copied.best,
-        # In the upper bound passes go through memory, so they are no faster than memory.
-        pass_bytes_per_s=min(copied.best, *(program.sustained for program in passes)),
         on_chip=OnChip(core="core", cores=here.cores) if device.platform == "cpu" else None,
-        dispatch_s=statistics.median(empty.seconds),
-        elementwise_flops=elementwise.sustained,
+        sustained=measured,
         notes=f"Measured with JAX {here.jax} at its default precision: rates that programs reach, not rated peaks.",
         sources={
-            "measured on this machine": (
-                "peak_flops",
-                "memory_bytes_per_s",
-                "pass_bytes_per_s",
-                "dispatch_s",
-                "elementwise_flops",
-                "product_rates",
-                "batched_rates",
-            ),
+            _MEASURED: ("peak_flops", "memory_bytes_per_s"),
             "memory_stats" if stats else "the operating system": ("memory_bytes", "device_memory_bytes", "on_chip"),
         },
     )
-    say(f"a call takes {chip.dispatch_s * 1e6:.1f} µs")
-    say(f"memory moves {chip.memory_bytes_per_s / 1e9:.1f} GB/s, a pass {chip.pass_bytes_per_s / 1e9:.1f} GB/s")
-    say(f"elementwise operations run at {chip.elementwise_flops / 1e9:.2f} GFLOP/s")
+    say(f"memory moves {chip.memory_bytes_per_s / 1e9:.1f} GB/s")
     for dtype, peak in chip.peak_flops.items():
-        usual = max(rate for _, rate in chip.product_rates[dtype])
+        usual = max(rate for each in measured.products if each.dtype == dtype for _, rate in each.rates)
         say(f"{dtype} products run at {peak / 1e12:.3f} TFLOP/s, in a step at {usual / 1e12:.3f}")
     _write(Calibration(format=_FORMAT, machine=here, device_kind=device.device_kind, chip=chip))
     return chip
 
 
-def _rates(programs: dict[str, dict[int, "Microbenchmark"]]) -> dict[str, tuple[tuple[int, float], ...]]:
-    return {
-        dtype: tuple((side, program.sustained) for side, program in by_side.items())
-        for dtype, by_side in programs.items()
-    }
+def _attention(device: "jax.Device", largest: int) -> "dict[tuple[Any, ...], list[Microbenchmark]]":
+    """Return programs of attention by (kernel, direction, head dim, dtype), each a list by ascending sequences."""
+    import jax
+
+    from jaxlm.costs.hardware import timed
+    from kernels_pallas.core import target
+    from kernels_pallas.flash_attention import kernel_of
+
+    is_cpu = device.platform == "cpu"
+    dtype, sequences, head_dims = "bfloat16", _SEQUENCES, _HEAD_DIMS
+    if is_cpu:
+        dtype, sequences, head_dims = "float32", _CPU_SEQUENCES, _CPU_HEAD_DIMS
+    sequences = [each for each in sequences if each <= max(largest, sequences[0])]
+    programs = {}
+    for head_dim, direction in itertools.product(head_dims, ("training",) if is_cpu else ("forward", "training")):
+        for sequence in sequences:
+            kernel, trains = None, direction == "training"
+            if not is_cpu:
+                x = jax.ShapeDtypeStruct((1, sequence, 1, head_dim), dtype)
+                mask = (jax.ShapeDtypeStruct((1, sequence), "int32"),) * 2
+                chip = target.of_kind(device.platform, device.device_kind)
+                kernel = kernel_of(chip, x, x, x, training=trains, key_range=mask, deterministic=False)
+            program = timed.attention(head_dim, sequence, dtype, trains, xla=kernel is None)
+            programs.setdefault((kernel or "xla", direction, head_dim, dtype), []).append(program)
+    return programs
+
+
+def _measured(programs: "list[list[Microbenchmark]]", dispatch_s: float) -> dict[str, Any]:
+    """Return what a measured entry has: its curve, and as its spread the median of those of its programs."""
+    from jaxlm.costs.hardware import timed
+
+    spread = statistics.median(program.spread for each in programs for program in each)
+    return {"rates": timed.curve(programs, dispatch_s), "spread": spread, "source": _MEASURED}
 
 
 def _cpu() -> str:

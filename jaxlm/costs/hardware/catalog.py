@@ -1,6 +1,10 @@
 """The catalog of chips. Imports no JAX.
 
-`catalog.toml` holds the figures with their sources; "host" is this machine, as `calibration.measure` found it.
+`vendors/` holds the figures with their sources, a file per vendor and in it a table per chip as it is sold;
+`chips.Chip` says what every key means. Peaks are dense, never those of structured sparsity, and rates of links are
+one-way. What nobody publishes is left out. `[CHIP.sources]` names the figures that each source backs:
+`github:OWNER/NAME:PATH` is a file of a public repository, `derived: …` follows from other figures. Where sources
+disagree, `notes` says which was taken and why. "host" is this machine, as `calibration.measure` found it.
 """
 
 import difflib
@@ -17,6 +21,7 @@ from jaxlm.core import plugins
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.sustained import sustained_rates
 
 HOST = calibration.HOST
 
@@ -25,7 +30,7 @@ _registered: dict[str, Chip] = {}
 
 
 def catalog() -> dict[str, Chip]:
-    """Return every chip with published figures by id, in the order of the file, and those that were registered. Raises
+    """Return every chip with published figures by id, in the order of the files, and those that were registered. Raises
     InputError for a missing or wrong figure."""
     plugins.load_installed()
     return {**_published(), **_registered}
@@ -33,8 +38,12 @@ def catalog() -> dict[str, Chip]:
 
 @functools.cache
 def _published() -> dict[str, Chip]:
-    text = (resources.files("jaxlm.costs.hardware") / "catalog.toml").read_text(encoding="utf-8")
-    return {id: _chip(id, figures, "catalog.toml") for id, figures in tomllib.loads(text).items()}
+    files = (resources.files("jaxlm.costs.hardware") / "vendors").iterdir()
+    return {
+        id: _chip(id, {"sustained": sustained_rates().get(id, {}), **figures}, f"vendors/{file.name}")
+        for file in sorted(files, key=lambda file: file.name)
+        for id, figures in tomllib.loads(file.read_text(encoding="utf-8")).items()
+    }
 
 
 def register(id: str, figures: Mapping[str, Any]) -> None:
@@ -42,7 +51,7 @@ def register(id: str, figures: Mapping[str, Any]) -> None:
 
     Args:
       id: as `--on` names it.
-      figures: a table as in catalog.toml (`chips.Chip`), with the `sources` of its figures.
+      figures: a table as in vendors/*.toml (`chips.Chip`), with the `sources` of its figures.
 
     Raises InputError for a missing or wrong figure, and ValueError where another chip has the id.
     """
@@ -79,11 +88,12 @@ def find(id: str) -> Chip:
     names = {alias: chip for chip in catalog().values() for alias in (chip.id, *chip.aliases)}
     if name not in names:
         known = [*catalog(), HOST]
-        near = [other for other in catalog() if other[:1] == name[:1]]  # of the same letter before others
+        near = [other for other in names if other[:1] == name[:1]]  # of the same letter before others
         near = difflib.get_close_matches(name, near, 1, 0.4) or difflib.get_close_matches(name, known, 1, 0.5)
         near = near or [other for other in names if id and name in other][:1]
+        meant = [names[other].id if other in names else other for other in near]
         raise InputError(
-            f"there is no chip {id!r}; " + (f"did you mean {near[0]}?" if near else "jaxlm hardware lists them")
+            f"there is no chip {id!r}; " + (f"did you mean {meant[0]}?" if meant else "jaxlm hardware lists them")
         )
     return names[name]
 

@@ -5,20 +5,31 @@ A chip is what is sold; a device is what JAX shards over (`devices_per_chip`). A
 """
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.schema import Section
+from jaxlm.core.schema import Section, leaves
+from jaxlm.costs.hardware.sustained import Sustained
 
 # The names of dtypes under which peaks are listed; all formats of one width share a name.
 DTYPES = ("bfloat16", "float16", "tf32", "float32", "float8", "float6", "float4", "int8", "int4")
 _SHORT = {"bf": "bfloat", "fp": "float", "f": "float", "i": "int", "s": "int"}
+
+
+def _in_range(figure: float) -> float:
+    if not 1e-12 <= figure <= 1e24:
+        raise PydanticCustomError("range", "Input should be from 1e-12 to 1e24")
+    return figure
+
+
+# Beyond any chip's, and so that times and costs stay finite numbers.
+PositiveFigure = Annotated[PositiveFloat, AfterValidator(_in_range)]
 
 
 def canonical_dtype(dtype: Any) -> str:
@@ -40,10 +51,6 @@ def _canonical(spelling: str) -> str:
     return name
 
 
-# (side of a product, FLOP/s), ascending by side.
-Rates = tuple[tuple[PositiveInt, PositiveFloat], ...]
-
-
 class OnChip(Section):
     """Cores, on-chip memories and matrix units.
 
@@ -57,16 +64,16 @@ class OnChip(Section):
 
     core: str
     cores: PositiveInt
-    clock_hz: PositiveFloat | None = None
+    clock_hz: PositiveFigure | None = None
     registers_bytes: PositiveInt | None = None
     scratchpad_bytes: PositiveInt | None = None
-    scratchpad_bytes_per_s: PositiveFloat | None = None
+    scratchpad_bytes_per_s: PositiveFigure | None = None
     block_scratchpad_bytes: PositiveInt | None = None
     tensor_memory_bytes: PositiveInt | None = None
     shared_bytes: PositiveInt | None = None
-    shared_bytes_per_s: PositiveFloat | None = None
+    shared_bytes_per_s: PositiveFigure | None = None
     l2_bytes: PositiveInt | None = None
-    l2_bytes_per_s: PositiveFloat | None = None
+    l2_bytes_per_s: PositiveFigure | None = None
     l3_bytes: PositiveInt | None = None
     matrix_units: PositiveInt | None = None
     matrix_tile: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
@@ -87,9 +94,9 @@ class Link(Section):
     topology: Literal["switch", "mesh", "ring", "torus2d", "torus3d", "host"]
     domain: PositiveInt | None = None
     links: PositiveInt | None = None
-    link_bytes_per_s: PositiveFloat | None = None
-    bytes_per_s: PositiveFloat | None = None
-    latency_s: PositiveFloat | None = None
+    link_bytes_per_s: PositiveFigure | None = None
+    bytes_per_s: PositiveFigure | None = None
+    latency_s: PositiveFigure | None = None
     wraparound: PositiveInt | None = None
 
     @model_validator(mode="before")
@@ -112,56 +119,38 @@ class Link(Section):
         return (all(joined),) * len(joined) if self.topology == "torus3d" else joined
 
 
-class KernelRates(Section):
-    """The rates that kernels reach on one chip, as measured: FLOP/s of a large product by its type, and the bytes per
-    second that a copy reads and writes."""
-
-    product_flops: dict[Literal[DTYPES], PositiveFloat]
-    copy_bytes_per_s: PositiveFloat
-
-
 class Chip(Section):
     """One chip.
 
     `aliases` are other names for its `id`, such as "h100" for the SXM part. `memory_bytes` is the nominal memory of the
-    chip; `device_memory_bytes` is what a compiler lets a program use on one device. `host_bytes_per_s` (PCIe) and
+    chip; `device_memory_bytes` is what a program may use of it on one device. `host_bytes_per_s` (PCIe) and
     `scale_out_bytes_per_s` (network) are one-way and per chip. `usd_per_hour` is the range of prices of one chip.
 
-    Measured, not published, are: `dispatch_s`, the time of an empty compiled call; `elementwise_flops`, float32 results
-    per second of elementwise operations, exponentials among them; `product_rates` and, for the heads of attention,
-    `batched_rates`, FLOP/s in a training step of a product and both its gradients by the smallest side;
-    `pass_bytes_per_s`, bytes read and written by the slowest kind of pass between products (heads transposed, rows
-    reduced, arrays added); and `kernel_rates`.
+    `sustained`: what programs reach of these peaks (`SustainedRates` looks it up, and what it lacks).
 
     `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
     Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are JAX's names of its devices; NVIDIA's
     have a `compute_capability`. `slices` are a TPU's legal slices except those made of whole cubes (`legal_slices`).
-    `sources` maps each source to the figures that it backs, with dots; "recalled" means from memory, without a source.
-    `notes` says where sources disagree.
+    `sources` maps each source to the figures that it backs, with dots. `notes` says where sources disagree.
     """
 
     id: str
     aliases: tuple[str, ...] = ()
     name: str
     vendor: str
-    kind: Literal["gpu", "tpu", "asic", "apple", "cpu"]
-    peak_flops: dict[Literal[DTYPES], PositiveFloat] = Field(default_factory=dict)
+    kind: Literal["gpu", "tpu", "asic", "fpga", "apple", "cpu"]
+    peak_flops: dict[Literal[DTYPES], PositiveFigure] = Field(default_factory=dict)
     float32_as: Literal["tf32", "bfloat16"] | None = None
-    memory_bytes: PositiveInt
+    memory_bytes: PositiveInt = Field(default=None)  # every chip of a target has the memory's figures
     device_memory_bytes: PositiveInt | None = None
-    memory_bytes_per_s: PositiveFloat
+    memory_bytes_per_s: PositiveFigure = Field(default=None)
     on_chip: OnChip | None = None
     link: Link | None = None
-    host_bytes_per_s: PositiveFloat | None = None
-    scale_out_bytes_per_s: PositiveFloat | None = None
-    watts: PositiveFloat | None = None
-    usd_per_hour: tuple[PositiveFloat, PositiveFloat] | None = None
-    dispatch_s: PositiveFloat | None = None
-    elementwise_flops: PositiveFloat | None = None
-    pass_bytes_per_s: PositiveFloat | None = None
-    kernel_rates: KernelRates | None = None
-    product_rates: dict[Literal[DTYPES], Rates] = Field(default_factory=dict)
-    batched_rates: dict[Literal[DTYPES], Rates] = Field(default_factory=dict)
+    host_bytes_per_s: PositiveFigure | None = None
+    scale_out_bytes_per_s: PositiveFigure | None = None
+    watts: PositiveFigure | None = None
+    usd_per_hour: tuple[PositiveFigure, PositiveFigure] | None = None
+    sustained: Sustained = Sustained()
     devices_per_chip: PositiveInt = 1
     libtpu_name: str | None = None
     device_kinds: tuple[str, ...] = ()
@@ -173,7 +162,7 @@ class Chip(Section):
     @property
     def runs_kernels(self) -> bool:
         """True if kernels_pallas compiles for this chip: TPUs from v4 on, NVIDIA's GPUs from Ampere on."""
-        return self.kind == "tpu" or float(self.compute_capability or 0) >= 8.0
+        return self.libtpu_name is not None or float(self.compute_capability or 0) >= 8.0
 
     def peak(self, dtype: Any) -> float:
         """Return FLOP/s of dense matrix products of a type, as XLA runs them by default: float32 runs as `float32_as`.
@@ -185,24 +174,11 @@ class Chip(Section):
         run_as = self.float32_as or name if name == "float32" else name
         if run_as not in self.peak_flops:
             has = ", ".join(self.peak_flops)
-            remedy = "; set execution.dtype=bfloat16" if "bfloat16" in self.peak_flops and name == "float32" else ""
-            raise InputError(
-                f"{self.id} has no published peak for {name}; "
-                + (f"it has {has}{remedy}" if has else "it has none at all")
-            )
+            remedy = f"give one with --chip peak_flops.{run_as}=FLOP/s"
+            if name == "float32" and "bfloat16" in self.peak_flops:
+                remedy = f"set execution.dtype=bfloat16, or {remedy}"
+            raise InputError(f"{self.id} has no published peak for {name}, only for {has or 'no type'}; {remedy}")
         return self.peak_flops[run_as]
-
-    def product_rate(self, dtype: Any, side: float, batch: int = 1) -> float:
-        """Return FLOP/s in a step of a product, or of a batch of products, with this smallest side: interpolated
-        between the measured sides on a logarithmic scale; the peak if none were measured."""
-        name = canonical_dtype(dtype)
-        rates = (batch > 1 and self.batched_rates.get(name)) or self.product_rates.get(name, ())
-        if not rates:
-            return self.peak(dtype)
-        for (low, slow), (high, fast) in itertools.pairwise(rates):
-            if side <= high:
-                return slow + (fast - slow) * max(0.0, math.log(side / low) / math.log(high / low))
-        return rates[-1][1]
 
     def intensity(self, dtype: Any) -> float:
         """Return the FLOP per byte of memory traffic above which products of a type are bound by compute."""
@@ -214,15 +190,16 @@ class Chip(Section):
         for part in name.split("."):
             value = value and getattr(value, part)
         if value is None:
-            raise InputError(f"{self.id} has no published {name}")
+            raise InputError(f"{self.id} has no published {name}; give one with --chip {name}=NUMBER")
         return value
 
     def figures(self) -> dict[str, Any]:
         """Return every published figure by its name with dots; ranges, tiles and slices are one figure each."""
-        return dict(_flat(self.model_dump(exclude_none=True, exclude=set(_NO_FIGURES))))
+        values = self.model_dump(exclude_none=True, exclude=set(NO_FIGURES))
+        return {name: value for name, value in leaves(values) if value != ()}
 
     def source(self, figure: str) -> str | None:
-        """Return the source of a figure: an address, "recalled", or None."""
+        """Return the source of a figure: an address, or how it was found; None for a figure without one."""
         parts = figure.split(".")
         names = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
         return ", ".join(source for source, backed in self.sources.items() if names & set(backed)) or None
@@ -241,7 +218,7 @@ class Chip(Section):
 
 
 # Fields of a chip that are not figures with a source.
-_NO_FIGURES = (
+NO_FIGURES = (
     "id",
     "aliases",
     "name",
@@ -251,8 +228,7 @@ _NO_FIGURES = (
     "libtpu_name",
     "device_kinds",
     "compute_capability",
-    "product_rates",
-    "batched_rates",
+    "sustained",
     "notes",
     "sources",
 )
@@ -275,11 +251,3 @@ def _cubes(edge: int, chips: int) -> Iterator[tuple[int, ...]]:
         for b in range(a, most // a + 1):
             for c in range(b, most // (a * b) + 1):
                 yield a * edge, b * edge, c * edge
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif value != ():
-            yield prefix + name, value

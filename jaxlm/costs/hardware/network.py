@@ -27,8 +27,8 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 # (github:NVIDIA/nccl:src/graph/tuning.cc, hwLat: network, tree, LL); no vendor of chips publishes it.
 NETWORK_LATENCY_S = 5e-6
 
-# The two devices of a TPU v7x are joined six times as fast as by a link of the torus (recalled of
-# https://docs.cloud.google.com/tpu/docs/tpu7x, "Dual-chiplet architecture").
+# The two devices of a TPU v7x are joined six times as fast as by a link of the torus
+# (https://docs.cloud.google.com/tpu/docs/tpu7x, "Dual-chiplet architecture").
 DIE_TO_DIE_LINKS = 6
 
 
@@ -125,11 +125,17 @@ class Network:
         within = [size // over for size, over in zip(mesh.values(), outer, strict=True)]
         parts = _lay_out([dimension.size for dimension in inner], within)
         # For each axis, the number of its members along each dimension.
+        self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {}
         self._parts = {axis: (*part, over) for axis, part, over in zip(mesh, parts, outer, strict=True)}
 
     def spans(self, axes: str | Sequence[str]) -> tuple[Span, ...]:
         """Return the spans of a group over these axes, from the inside outwards; none for a group of one."""
-        axes = {axes} if isinstance(axes, str) else set(axes)
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if names not in self._spans:
+            self._spans[names] = self._spans_over(set(names))
+        return self._spans[names]
+
+    def _spans_over(self, axes: set[str]) -> tuple[Span, ...]:
         if unknown := axes - set(self.mesh):
             raise InputError(f"the mesh has no axis {', '.join(sorted(unknown))}; it has {', '.join(self.mesh)}")
         spans = []
@@ -143,6 +149,10 @@ class Network:
             if size > 1:
                 spans.append(Span(dimension, size, block // size))
         return tuple(sorted(spans, key=lambda span: span.dimension.level))
+
+    def over(self, axes: str | Sequence[str]) -> int:
+        """Return the number of devices of a group over these axes."""
+        return math.prod(self.mesh[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
     def describe(self) -> dict[str, str]:
         """Return, for each axis, the layout of its members: "8 of 8 in the domain × 2 domains over the network"."""
@@ -227,6 +237,7 @@ def _dimensions(target: Target) -> list[Dimension]:
     """Return the dimensions of a target, the network last."""
     chip, link, domains = target.chip, target.chip.link, 1
     if chip.slices:
+        domains = target.slices
         inner = list(map(Dimension, "xyz", target.topology, target.wraparound))
     else:
         domains, chips = target.topology

@@ -3,42 +3,55 @@
 import itertools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import COUNT
 from jaxlm.costs.hardware.catalog import HOST, find, of_kind
+from jaxlm.costs.hardware.chip_changes import with_figures
 from jaxlm.costs.hardware.chips import Chip, parse_topology, show_topology
 
 
 @dataclass(frozen=True)
 class Target:
     """The chips that a job runs on. `topology` is the slice of a TPU, such as (4, 4); for other chips it is (domains,
-    chips in each), such as (2, 8) for two nodes of eight."""
+    chips in each), such as (2, 8) for two nodes of eight. `slices`: the number of equal slices of a TPU, which the
+    network of the data center joins."""
 
     chip: Chip
     topology: tuple[int, ...]
+    slices: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> "Target":
-        """Parse `<id>[:<count or topology>]`: "h200-sxm:8", "h200-sxm:2x8", "tpu-v5e:4x4", "host".
+    def parse(cls, text: str, figures: Mapping[str, Any] | None = None) -> "Target":
+        """Parse `<id>[:<count or topology>]`: "h200-sxm:8", "h200-sxm:2x8", "tpu-v5e:4x4", "tpu-v5e:2*16x16", "host".
 
-        A count of TPU chips means the most cubic slice of that size. Without a count, a TPU is the smallest slice and
-        any other target is one chip. Raises InputError if there is no such slice, and names the nearest.
+        `figures`: those of the chip that are not the catalog's (`chip_changes.with_figures`). A count of TPU chips
+        means the most cubic slice of that size, and `2*` two slices. Without a count, a TPU is the smallest slice and
+        any other target is one chip. Raises InputError if there is no such slice, and names the nearest, or if
+        the chip's memory is not published.
         """
         id, colon, size = text.strip().partition(":")
-        chip = find(id)
+        chip = with_figures(find(id), figures) if figures else find(id)
+        for name in ("memory_bytes", "memory_bytes_per_s"):
+            if getattr(chip, name) is None:
+                raise InputError(f"{id} has no published {name}; give that of its board with --chip {name}=NUMBER")
+        slices, times, topology = size.rpartition("*")
+        if times and chip.slices:
+            size = topology if re.fullmatch(COUNT, slices) else ""
         if colon and not re.fullmatch(f"{COUNT}(x{COUNT}){{0,2}}", size):
             raise InputError(
                 f"{text!r} names no chips; write {id}:COUNT or {id}:TOPOLOGY of numbers up to 999999, such as "
                 f"{_example(chip)}"
             )
         wanted = parse_topology(size) if colon else ()
-        return cls(chip, _slice(chip, wanted) if chip.slices else _domains(chip, wanted))
+        return cls(chip, _slice(chip, wanted) if chip.slices else _domains(chip, wanted), int(slices or 1))
 
     @property
     def chips(self) -> int:
-        return math.prod(self.topology)
+        return self.slices * math.prod(self.topology)
 
     @property
     def devices(self) -> int:
@@ -50,9 +63,18 @@ class Target:
         """One boolean for each axis of a TPU slice: whether its two ends are joined. Empty for other chips."""
         return self.chip.link.wraps(self.topology) if self.chip.slices else ()
 
+    def part(self, parts: int) -> "Target":
+        """Return one of equal parts of the target. Raises InputError where domains do not divide into them."""
+        if parts == 1:
+            return self
+        if self.chip.slices or self.chips % parts:
+            raise InputError(f"{self} does not divide into {parts} equal parts")
+        return Target(self.chip, _domains(self.chip, (self.chips // parts,)))
+
     def __str__(self) -> str:
         whole = self.chip.slices or self.topology != _domains(self.chip, (self.chips,))
-        return f"{self.chip.id}:{show_topology(self.topology) if whole else self.chips}"
+        several = f"{self.slices}*" if self.slices > 1 else ""
+        return f"{self.chip.id}:{several}{show_topology(self.topology) if whole else self.chips}"
 
 
 def of_devices(kind: str, platform: str, count: int) -> Target:

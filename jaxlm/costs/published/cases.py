@@ -1,13 +1,14 @@
 """The cost model compared with published figures: closed forms, worked exercises and measured runs.
 
-A file of cases gives each figure with its whole configuration and its source. A closed form must agree within its
-tolerance; a measured time must lie inside its counted bracket. Cases that do neither, and cases that cannot be
-expressed, stay in the table with their reason.
+A file of cases gives each figure with its whole configuration and its source; a file of runs gives measured steps,
+which rules turn into workloads (`runs.py`). A closed form must agree within its tolerance; a measured time must lie
+inside its counted bracket. Those that do neither, and those that cannot be expressed, keep their reason.
 """
 
+import fnmatch
 import statistics
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,11 @@ from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationE
 from jaxlm.core import bundled
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Section, merged
-from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.deployment import serving_throughput
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.published.figures import FIGURES, CaseSetting, Range
+from jaxlm.costs.published import runs
+from jaxlm.costs.published.figures import FIGURES, CaseSetting, Range, estimate
+from jaxlm.costs.stack import stack_from
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Dtype, ExecutionConfig, Kernels, Remat
@@ -32,7 +35,7 @@ _OPTIMIZER = TypeAdapter(AnyOptimizer)
 
 Of = Literal[
     "parameters", "kv cache", "flops", "mfu", "memory", "measured memory", "roofline", "collectives", "duration",
-    "training", "prefill", "decode", "scaling laws",
+    "training", "prefill", "decode", "serving", "scaling laws",
 ]  # fmt: skip
 
 
@@ -47,6 +50,7 @@ class CaseStepConfig(Section):
     microbatches: PositiveInt = 1
     optimizer: str = "adamw"
     kernels: Kernels = "xla"
+    scan_layers: bool = False
     mesh: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
@@ -55,8 +59,10 @@ class PublishedCase(Section):
 
     `figure` names one of `figures.FIGURES`, which is called with `given`; `scale` multiplies its result. `model` is one
     of the file's [models] or of jaxlm's configurations. `chips` is a target, and `chip` overrides figures of its chip.
-    `tolerance` is relative, and `because` gives its reason. `nearest` names the nearest expressible configuration if
-    the exact one cannot be written. `why` explains a miss. A case with `not_expressed` is beyond the cost model.
+    `stack` is the software under which it ran: one of `STACKS` (`like`) with changes, or jaxlm's. `tolerance` is
+    relative, and `because` gives its reason. `nearest` names the nearest expressible configuration if the exact one
+    cannot be written. `why` explains a miss. `reported` says why no accuracy is asked of a measured figure. A case with
+    `not_expressed` is beyond the cost model.
     """
 
     id: str
@@ -73,10 +79,12 @@ class PublishedCase(Section):
     step: CaseStepConfig = CaseStepConfig()
     chips: str | None = None
     chip: dict[str, Any] = Field(default_factory=dict)
+    stack: dict[str, Any] = Field(default_factory=dict)
     tolerance: float = Field(0.0, ge=0.0)
     because: str = ""
     nearest: str = ""
     why: str = ""
+    reported: str = ""
     not_expressed: str = ""
 
     @model_validator(mode="after")
@@ -99,7 +107,7 @@ class CountedCase:
 
     @property
     def predicted(self) -> float | None:
-        return self.counted.middle if isinstance(self.counted, Range) else self.counted
+        return self.counted.expected if isinstance(self.counted, Range) else self.counted
 
     @property
     def error(self) -> float | None:
@@ -114,7 +122,22 @@ class CountedCase:
     @property
     def bracket(self) -> tuple[float, float] | None:
         """The bounds that a measured figure must lie between."""
-        return (min(self.counted), max(self.counted)) if self.measured else None
+        if not self.measured:
+            return None
+        return min(self.counted.fast, self.counted.slow), max(self.counted.fast, self.counted.slow)
+
+    @property
+    def impossible(self) -> bool:
+        """True if a measured figure is faster than the lower bound of time."""
+        if not self.measured:
+            return False
+        is_rate = self.counted.bound > self.counted.expected
+        return self.case.published > self.counted.bound if is_rate else self.case.published < self.counted.bound
+
+    @property
+    def chip(self) -> str:
+        """The kind of chip that the case names; none for a case of a model alone."""
+        return (self.case.chips or "").partition(":")[0]
 
     @property
     def off(self) -> float:
@@ -134,7 +157,7 @@ class CountedCase:
         if self.measured:
             if not self.off:
                 return "inside"
-            fast, _, slow = (abs(self.case.published - bound) for bound in self.counted)
+            fast, slow = (abs(self.case.published - end) for end in (self.counted.fast, self.counted.slow))
             return "faster" if fast < slow else "slower"
         if self.off:
             return "misses"
@@ -148,6 +171,7 @@ class CountedCase:
             "kind": case.of,
             "quantity": case.quantity,
             "unit": case.unit,
+            "chip": self.chip,
             "published": case.published,
             "predicted": self.predicted,
             "bracket": self.bracket,
@@ -156,7 +180,7 @@ class CountedCase:
             "verdict": self.verdict,
             **{
                 name: getattr(case, name)
-                for name in ("because", "nearest", "why", "not_expressed")
+                for name in ("because", "nearest", "why", "reported", "not_expressed")
                 if getattr(case, name)
             },
             "source": case.source,
@@ -164,10 +188,73 @@ class CountedCase:
         }
 
 
-def check(path: Path = PUBLISHED) -> list[CountedCase]:
-    """Count every case of a file. Raises InputError if the file is missing or is not a file of cases."""
+class Miss(Section):
+    """The explanation of misses of measured runs. `run` is the id of one, or a pattern of "group|model|chip"."""
+
+    run: str
+    why: str
+
+    def explains(self, run: runs.MeasuredRun) -> bool:
+        """Return whether the explanation is of this run."""
+        return run.id == self.run or fnmatch.fnmatchcase(run.family, self.run)
+
+
+def check(path: Path | None = None) -> list[CountedCase]:
+    """Count every case of a TOML file, or every run of a JSON file; without one, all that come with jaxlm. Raises
+    InputError if the file is missing or is not a file of cases or of runs."""
+    if path is None:
+        return check(PUBLISHED) + check(runs.RUNS)
+    if path.suffix == ".json":
+        return check_runs(runs.read_runs(path))
     cases, models = read(path)
     return [CountedCase(case, _count(case, models)) for case in cases]
+
+
+def check_runs(measured: Iterable[runs.MeasuredRun]) -> list[CountedCase]:
+    """Count measured runs."""
+    explanations = misses()
+    return [_count_run(run, explanations) for run in measured]
+
+
+def _count_run(run: runs.MeasuredRun, explanations: Iterable[Miss]) -> CountedCase:
+    rule = runs.rule_of(run)
+    of = {"train": "training", "decode": "decode", "serve": "serving"}[run.kind]
+    values = {
+        "id": run.id,
+        "of": of,
+        "quantity": "output token" if run.kind == "serve" else "step",
+        "unit": "s",
+        "source": run.source,
+        "checked": run.verified,
+        "chips": f"{run.chip}:{run.chips}",
+        "nearest": rule.nearest,
+        "why": "; ".join(each.why for each in explanations if each.explains(run)),
+        "reported": rule.reported,
+    }
+    try:
+        expressed = runs.express(run, rule)
+        counted = _estimate_run(expressed)
+    except (runs.NotExpressed, InputError) as error:
+        return CountedCase(PublishedCase(**values, not_expressed=str(error)), None)
+    return CountedCase(PublishedCase(**values, figure="step_seconds", published=expressed.seconds), counted)
+
+
+def _estimate_run(expressed: runs.ExpressedRun) -> Range:
+    if served := expressed.served:
+        rate = serving_throughput(expressed.work, expressed.target, *served, expressed.stack)
+        return Range(1 / rate.bound, 1 / rate.high, 1 / rate.expected, 1 / rate.low)
+    counted = estimate(expressed.work, expressed.target, expressed.stack)
+    if expressed.recomputed is None:
+        return counted
+    again = runs.recomputing(expressed)
+    share = expressed.recomputed
+    whole = estimate(again.work, again.target, again.stack)
+    return Range(*((1 - share) * none + share * full for none, full in zip(counted, whole, strict=True)))
+
+
+def misses() -> list[Miss]:
+    """Return the explanations of misses of measured runs."""
+    return [Miss.model_validate(miss) for miss in _values(PUBLISHED).get("miss", [])]
 
 
 def median_errors(rows: Iterable[CountedCase]) -> dict[str, float]:
@@ -187,15 +274,22 @@ def inside_bracket(rows: Iterable[CountedCase]) -> dict[str, int]:
 
 def read(path: Path = PUBLISHED) -> tuple[list[PublishedCase], dict[str, Any]]:
     """Return the cases of a file and the models that it defines. Raises InputError."""
+    values = _values(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
         return [PublishedCase.model_validate(case) for case in values["case"]], values.get("models", {})
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path} of published figures") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else repr(error)
         raise InputError(f"{path} is no file of published figures: {said}") from None
+
+
+def _values(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path} of published figures") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is no file of published figures: {error!r}") from None
 
 
 def _count(case: PublishedCase, models: dict[str, Any]) -> float | Range | None:
@@ -203,7 +297,8 @@ def _count(case: PublishedCase, models: dict[str, Any]) -> float | Range | None:
         return None
     if case.figure not in FIGURES:
         raise InputError(f"{case.id}: there is no figure {case.figure!r}; there are {', '.join(FIGURES)}")
-    counted = FIGURES[case.figure](CaseSetting(_work(case, models), _target(case)), **case.given)
+    setting = CaseSetting(_work(case, models), _target(case), stack_from(case.stack))
+    counted = FIGURES[case.figure](setting, **case.given)
     if isinstance(counted, Range):
         return Range(*(value * case.scale for value in counted))
     return counted * case.scale
@@ -219,7 +314,7 @@ def _work(case: PublishedCase, models: dict[str, Any]) -> Workload | None:
         model,
         step.batch,
         step.sequence,
-        ExecutionConfig(dtype=step.dtype, kernels=step.kernels, remat=step.remat),
+        ExecutionConfig(dtype=step.dtype, kernels=step.kernels, remat=step.remat, scan_layers=step.scan_layers),
         Layout(step.mesh),
         optimizer=_OPTIMIZER.validate_python(optimizer),
         microbatches=step.microbatches,
@@ -229,9 +324,7 @@ def _work(case: PublishedCase, models: dict[str, Any]) -> Workload | None:
 def _target(case: PublishedCase) -> Target | None:
     if case.chips is None:
         return None
-    target = Target.parse(case.chips)
-    chip = Chip.model_validate(merged(target.chip.model_dump(), case.chip))
-    return Target(chip, target.topology)
+    return Target.parse(case.chips, case.chip)
 
 
 def _model(name: str, models: dict[str, Any]) -> dict[str, Any]:

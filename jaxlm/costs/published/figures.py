@@ -10,26 +10,30 @@ from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.stack import Stack
+from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
 
 DAY = 86_400.0
 
 
 class Range(NamedTuple):
-    """The counted range of a measured figure: at the lower bound of time, at the geometric middle of the bounds, which
-    is the prediction, and at the upper bound. A rate falls from the first to the last."""
+    """The counted range of a measured figure: at the lower bound of time, which no program beats; at the fast end of
+    the bracket; at the expected time, which is the prediction; and at the slow end. A rate falls from the first on."""
 
+    bound: float
     fast: float
-    middle: float
+    expected: float
     slow: float
 
 
 @dataclass(frozen=True)
 class CaseSetting:
-    """The workload and the target of a case, as far as it gives them."""
+    """The workload, the target and the software of a case, as far as it gives them."""
 
     work: Workload | None
     target: Target | None
+    stack: Stack = Stack()
 
 
 FIGURES: dict[str, Callable[..., float | Range]] = {}
@@ -213,9 +217,14 @@ def seconds_at(setting: CaseSetting, mfu: float) -> float:
 # Measured: brackets.
 
 
+def estimate(work: Workload, target: Target, stack: Stack) -> Range:
+    """Return the range of a step's seconds, of a workload as it is on the target's chip."""
+    time = step_time(work, target, stack)
+    return Range(time.lower_bound, time.low, time.expected, time.upper_bound)
+
+
 def _time(setting: CaseSetting) -> Range:
-    time = plan.plan(setting.work, setting.target).time
-    return Range(time.lower_bound, time.expected, time.upper_bound)
+    return estimate(setting.work.on(setting.target.chip), setting.target, setting.stack)
 
 
 @_figure
@@ -239,8 +248,14 @@ def chip_hours(setting: CaseSetting, tokens: float) -> Range:
 
 @_figure
 def megatron_flops_per_s(setting: CaseSetting) -> Range:
-    """FLOP/s per chip, with FLOPs and full recomputation as Narayanan et al. count them (arXiv:2104.04473, eq. 3)."""
-    work, model = setting.work, setting.work.model
-    B, S, L, D, V = work.batch, work.sequence, model.num_layers, model.d_model, model.vocab_size
-    cost = 96 * B * S * L * D**2 * (1 + S / (6 * D) + V / (16 * L * D))
+    """FLOP/s per chip, with FLOPs and full recomputation as Narayanan et al. count them."""
+    cost = megatron_flops(setting.work)
     return Range(*(cost / (seconds * setting.target.chips) for seconds in _time(setting)))
+
+
+def megatron_flops(work: Workload) -> float:
+    """Return the FLOPs of a step with full recomputation of a model whose feed-forward layer is four times as wide
+    (Narayanan et al. 2021, arXiv:2104.04473, equation 3)."""
+    model = work.model
+    B, S, L, D, V = work.batch, work.sequence, model.num_layers, model.d_model, model.vocab_size
+    return 96 * B * S * L * D**2 * (1 + S / (6 * D) + V / (16 * L * D))

@@ -11,6 +11,10 @@ from jaxlm.models.doors.attention import named_heads as named_heads
 from jaxlm.models.doors.elementwise import Dropout as Dropout
 from jaxlm.models.doors.elementwise import add as add
 from jaxlm.models.doors.elementwise import scale as scale
+from jaxlm.models.doors.experts import from_experts as from_experts
+from jaxlm.models.doors.experts import sort_by_expert as sort_by_expert
+from jaxlm.models.doors.experts import to_experts as to_experts
+from jaxlm.models.doors.gather import gather as gather
 from jaxlm.models.doors.heads import kv_heads as kv_heads
 from jaxlm.models.doors.linear import linear as linear
 from jaxlm.models.doors.logits import logits as logits
@@ -20,4 +24,7 @@ from jaxlm.models.doors.loss import token_losses as token_losses
 from jaxlm.models.doors.norm import norm as norm
 from jaxlm.models.doors.rope import RopeTable as RopeTable
 from jaxlm.models.doors.rope import rope as rope
+from jaxlm.models.doors.route import Choice as Choice
+from jaxlm.models.doors.route import Routes as Routes
+from jaxlm.models.doors.route import route as route
 from jaxlm.models.doors.select import select as select

@@ -36,10 +36,10 @@ def _declare(local: Local) -> DoorCost:
     (x, *bias), name = local.operands, local.options["name"]
     if bias and local.kernels and local.platform != "tpu":
         kernel = bias_activation_costs(x.abstract, bias[0].abstract, activation=name)
-        return DoorCost(passes=(launched(kernel, "activation"),), saved=Saved((0,)))
+        return DoorCost(passes=(launched(kernel, "activation", kind="activation"),), saved=Saved((0,)))
     counted = CountedFunction(_function(name, gated=False), ((1,),), x.numbers)
-    passes = [loop(BIAS, x, "bias") for _ in bias]
-    passes.append(loop((Loop(1, 0, 2), Loop(1, 0, 4)), x, "activation", counted=counted))
+    passes = [loop(BIAS, x, "bias", kind="bias") for _ in bias]
+    passes.append(loop((Loop(1, 0, 2), Loop(1, 0, 4)), x, "activation", counted=counted, kind="activation"))
     return DoorCost(passes=tuple(passes), saved=Saved((0,)), in_place=in_place(local))
 
 
@@ -65,9 +65,9 @@ def _declare_gated(local: Local) -> DoorCost:
     name, gate, saved = local.options["name"], local.operands[0], Saved((0, 1))
     if local.kernels:
         kernel = costs(*(each.abstract for each in local.operands), activation=name)
-        return DoorCost(passes=(launched(kernel, "activation"),), saved=saved)
+        return DoorCost(passes=(launched(kernel, "activation", kind="gated"),), saved=saved)
     counted = CountedFunction(_function(name, gated=True), ((1,), (1,)), gate.numbers)
-    passes = (loop((Loop(0, 0, 3), Loop(0, 0, 5)), gate, "activation", counted=counted),)
+    passes = (loop((Loop(0, 0, 3), Loop(0, 0, 5)), gate, "activation", counted=counted, kind="gated"),)
     return DoorCost(passes=passes, saved=saved, in_place=InPlace(backward=True))
 
 

@@ -29,7 +29,14 @@ from jaxlm.parallel.partition import constrain
 from kernels_pallas import flash_attention
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCosts
-from kernels_pallas.flash_attention import causal_chunks, costs, has_one_backward_kernel, kernel_of
+from kernels_pallas.flash_attention import (
+    EVERY_GRADIENT,
+    Gradients,
+    causal_chunks,
+    costs,
+    has_one_backward_kernel,
+    kernel_of,
+)
 
 
 def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> tuple[jax.Array, ...]:
@@ -78,7 +85,9 @@ def _declare(local: Local) -> DoorCost:
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     sizes = _Sizes(B, T, S, K, N // K, H, value.shape[-1])
     use = _KernelUse(local.platform, local.device_kind, local.training, local.deterministic, query.dtype)
-    kernel = _kernel(use, sizes) if local.kernels else None
+    trained = [operand.is_trained for operand in local.operands[:3]]
+    wanted = Gradients(trained[0], trained[1] or trained[2])
+    kernel = _kernel(use, sizes, wanted) if local.kernels else None
     return _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
 
 
@@ -103,16 +112,17 @@ def _products(sizes: _Sizes, queries: int, keys: int, visible: VisibleFraction) 
 def _by_kernel(local: Local, sizes: _Sizes, kernel: "_Kernel") -> DoorCost:
     """Return the cost of attention in a kernel, whose backward pass computes the scores again.
 
-    Where one kernel gives the queries' gradient and one the keys' and the values', both do, and compute the gradient of
-    the weights, which is the first of the second product's.
+    Where one kernel gives the queries' gradient and one the keys' and the values', each computes the scores and the
+    gradient of the weights, which is the first of the second product's, and runs if its gradients are asked for.
     """
     (result,) = local.results
     first, second = _products(sizes, sizes.T, sizes.S, visible_fraction(sizes.T, sizes.S, local.options["window"]))
-    weights = second._replace(product=second.product.gradients()[0])
+    weights, gradients = second._replace(product=second.product.gradients()[0]), kernel.gradients
+    again = (first, first, weights) if sum(gradients) == 2 and not kernel.is_one_backward else (first,)
     log_sums = 4 * math.prod(result.shape[:-1])
     return DoorCost(
         products=(first, second),
-        kernel=ProductKernel(kernel.costs, (first,) if kernel.is_one_backward else (first, first, weights)),
+        kernel=ProductKernel(kernel.name, kernel.costs, again, (gradients, (True, gradients.key))),
         saved=Saved((0, 1, 2), (0,), with_result=log_sums),
     )
 
@@ -129,10 +139,10 @@ def _by_xla(local: Local, sizes: _Sizes) -> DoorCost:
         for product, (width, each) in zip(_products(sizes, queries, keys, visible), widths, strict=True):
             products.append(product._replace(bytes=rows * width, unfused=each * numbers))
         scores += numbers
-    passes = [loop(_SOFTMAX, query, "softmax", scores)]
-    passes += [loop(_SOFT_CAP, query, "softmax", scores)] * cap
+    passes = [loop(_SOFTMAX, query, "softmax", scores, kind="scores")]
+    passes += [loop(_SOFT_CAP, query, "softmax", scores, kind="scores")] * cap
     moved = sum(each.numbers for each in (query, key, value, result))
-    passes.append(loop(_MOVED, query, "heads", moved))  # in front of the sequence and back
+    passes.append(loop(_MOVED, query, "heads", moved, kind="scores"))  # in front of the sequence and back
     # Slopes of a cap are kept, and a mask unless all layers have the same.
     kept = 4 * result.numbers + (itemsize + 4 + 4 * cap) * scores
     return DoorCost(
@@ -160,10 +170,13 @@ def _workspace(local: Local, scores: int) -> Workspace:
 
 
 class _Kernel(NamedTuple):
-    """The cost of a kernel with all scores visible, and whether it computes all gradients at once."""
+    """A kernel: its implementation, its cost with all scores visible, and the gradients that it computes, at once or in
+    two kernels."""
 
+    name: str
     costs: KernelCosts
     is_one_backward: bool
+    gradients: Gradients
 
 
 class _KernelUse(NamedTuple):
@@ -177,7 +190,7 @@ class _KernelUse(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(use: _KernelUse, sizes: _Sizes) -> _Kernel | None:
+def _kernel(use: _KernelUse, sizes: _Sizes, wanted: Gradients) -> _Kernel | None:
     """Return the kernel that runs on a chip; None if XLA computes instead: with few queries, or with a head dim that no
     kernel of the chip takes."""
     platform, device_kind, training, deterministic, dtype = use
@@ -191,7 +204,9 @@ def _kernel(use: _KernelUse, sizes: _Sizes) -> _Kernel | None:
     name = kernel_of(chip, query, key, value, training=training, key_range=mask, deterministic=deterministic)
     if name is None:
         return None
-    return _Kernel(costs(query, key, value, implementation=name), has_one_backward_kernel(name, query, key, value))
+    is_one = has_one_backward_kernel(name, query, key, value)
+    gradients = EVERY_GRADIENT if is_one else wanted
+    return _Kernel(name, costs(query, key, value, implementation=name, gradients=gradients), is_one, gradients)
 
 
 def attention(

@@ -143,11 +143,14 @@ class DoorProduct(NamedTuple):
 
 
 class ProductKernel(NamedTuple):
-    """A kernel that computes all products of a door. `again`: those that its backward pass computes besides their
-    gradients."""
+    """A kernel that computes all products of a door. `name`: of its implementation. `again`: those that its backward
+    pass computes besides their gradients. `gradients`: for both operands of each product, whether their gradient is
+    computed; none in inference."""
 
+    name: str
     costs: KernelCosts
     again: tuple[DoorProduct, ...]
+    gradients: tuple[tuple[bool, bool], ...] = ()
 
 
 class Loop(NamedTuple):
@@ -173,6 +176,9 @@ class CountedFunction(NamedTuple):
     times: int
 
 
+PassKind = Literal["pass", "norm", "rms_norm", "activation", "gated", "bias", "rope", "add", "scores"]
+
+
 class Pass(NamedTuple):
     """Work element by element in `times` loops: one of XLA's, which may be fused into a neighbour, or a kernel.
 
@@ -181,6 +187,7 @@ class Pass(NamedTuple):
       scope: in that of the door.
       counted: adds its FLOPs to both.
       fused_once: outside of layers, where it is done once, XLA fuses it into what reads it.
+      kind: the kernel that it is in a framework that runs each operation as one; `scores`: a part of attention.
     """
 
     forward: KernelCost
@@ -190,6 +197,7 @@ class Pass(NamedTuple):
     kernel: bool = False
     counted: CountedFunction | None = None
     fused_once: bool = False
+    kind: PassKind = "pass"
 
 
 class Traced(NamedTuple):
@@ -351,6 +359,6 @@ def loop(
     return Pass(forward, backward, scope, **options)
 
 
-def launched(costs: KernelCosts, scope: str = "", times: int = 1) -> Pass:
+def launched(costs: KernelCosts, scope: str = "", times: int = 1, kind: PassKind = "pass") -> Pass:
     """Return the passes of a kernel, as it declares them."""
-    return Pass(*costs, scope, times, kernel=True)
+    return Pass(*costs, scope, times, kernel=True, kind=kind)

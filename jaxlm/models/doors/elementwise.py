@@ -42,7 +42,7 @@ BETWEEN_DOORS = DOORS["elementwise"] = Door("elementwise", _declare_between)
 
 
 def _declare_sum(local: Local) -> DoorCost:
-    passes = (loop(_SUM, local.operands[0], "residual", fused_once=True),)
+    passes = (loop(_SUM, local.operands[0], "residual", fused_once=True, kind="add"),)
     return DoorCost(passes=passes, in_place=in_place(local))
 
 
@@ -58,7 +58,7 @@ def scale(x: jax.Array, factor: float, axes: Axes = RESIDUAL) -> jax.Array:
 
 
 def _declare_factor(local: Local) -> DoorCost:
-    return DoorCost(passes=(loop(_FACTOR, local.operands[0], "scale"),), in_place=in_place(local))
+    return DoorCost(passes=(loop(_FACTOR, local.operands[0], "scale", kind="add"),), in_place=in_place(local))
 
 
 @door(lambda x, factor, axes: Signature([(x, axes)], [(x, axes)]), _declare_factor, name="scale")
@@ -90,7 +90,7 @@ def _signature(x_BTD: jax.Array, key: jax.Array, site: int, rate: float) -> Sign
 def _declare_dropout(local: Local) -> DoorCost:
     (x,) = local.operands
     saved = Saved(masks=x.numbers)
-    return DoorCost(passes=(loop(_DROPOUT, x, "dropout"),), saved=saved, in_place=in_place(local))
+    return DoorCost(passes=(loop(_DROPOUT, x, "dropout", kind="add"),), saved=saved, in_place=in_place(local))
 
 
 @door(_signature, _declare_dropout, name="dropout")

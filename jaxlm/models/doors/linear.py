@@ -105,7 +105,7 @@ def _declare(local: Local) -> DoorCost:
     moved = x.itemsize * rows * k + matrix.itemsize * k * n + y.itemsize * rows * n
     return DoorCost(
         products=(DoorProduct(Product(1, rows, k, n), moved, weight=1),),
-        passes=tuple(loop(BIAS, y, "bias", rows * n) for _ in bias),
+        passes=tuple(loop(BIAS, y, "bias", rows * n, kind="bias") for _ in bias),
         saved=Saved((0,) if matrix.is_trained else ()),
         contracted=(1, range(inputs)),
     )

@@ -70,20 +70,22 @@ def _declare(local: Local) -> DoorCost:
     options = local.options
     operation, dimensions = options.pop("operation"), options.pop("dimensions")
     own = _KERNELS.get(operation)
+    kind = "rms_norm" if operation is rms_norm else "norm"
     has_residual = len(local.results) == 2
     is_kernel = local.kernels and own is not None and not any(x.sharded[-dimensions:])
     if own is not None and is_kernel:
         flat = [_flat(each, dimensions) for each in local.operands]
         residual = flat.pop() if has_residual else None
-        passes = [launched(own.costs(*flat, residual=residual))]
+        passes = [launched(own.costs(*flat, residual=residual), kind=kind)]
     elif own is not None and dimensions == 1 and len(x.shape) > 3:
-        passes = [loop(_OF_PARTS, x)]
+        passes = [loop(_OF_PARTS, x, kind=kind)]
     else:
         width = math.prod(x.shape[-dimensions:])
         vectors = ((width,),) * (len(local.operands) - 1 - has_residual)
         row = CountedFunction(_of_row(operation, tuple(options.items())), ((width,), *vectors), x.numbers // width)
-        passes = [loop(own.loops if own else _OF_FUNCTION, x, fused_once=True, counted=None if own else row)]
-        passes += [loop(_RESIDUAL, x, "residual", fused_once=True)] * has_residual
+        counted, loops = (None, own.loops) if own else (row, _OF_FUNCTION)
+        passes = [loop(loops, x, fused_once=True, counted=counted, kind=kind)]
+        passes += [loop(_RESIDUAL, x, "residual", fused_once=True, kind="add")] * has_residual
     # Without a kernel XLA keeps the float32 insides of a norm instead of what it reads.
     insides = 0 if is_kernel else 4 * 3 * x.numbers
     each = Statistics(0, range(-dimensions, 0), 4 * math.prod(x.shape[:2]), "norms", own.statistics if own else 1, True)

@@ -89,7 +89,7 @@ def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str
     whole = KernelCost(*map(sum, zip(*parts, strict=True)))
     return DoorCost(
         tuple(products),
-        kernel=ProductKernel(KernelCosts(whole, KernelCost()), ()),
+        kernel=ProductKernel(kernel, KernelCosts(whole, KernelCost()), ()),
         workspace=Workspace(beside=workspace),
         counts_all_steps=True,
     )
@@ -108,7 +108,7 @@ def _by_loops(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
         least, more = page.least_bytes // 2, (page.most_bytes - page.least_bytes) // 2
         for product, scope in zip(page.products, ("scores", "pv"), strict=True):
             products.append(DoorProduct(Product(*product), least, more, scope=scope, times=trips))
-        passes.append(Pass(KernelCost(flops=page.flops), KernelCost(), "softmax", trips))
+        passes.append(Pass(KernelCost(flops=page.flops), KernelCost(), "softmax", trips, kind="scores"))
     return DoorCost(tuple(products), passes=tuple(passes), workspace=Workspace(beside=workspace), counts_all_steps=True)
 
 
@@ -124,7 +124,7 @@ def _by_gather(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost
             product = Product(pages * batch, *sizes)
             products.append(DoorProduct(product, pages * least // 2, pages * (most - least) // 2, scope=scope))
         flops += pages * page.flops
-    passes = (Pass(KernelCost(flops=flops), KernelCost(), "softmax"),)
+    passes = (Pass(KernelCost(flops=flops), KernelCost(), "softmax", kind="scores"),)
     return DoorCost(tuple(products), passes=passes, workspace=Workspace(beside=workspace), counts_all_steps=True)
 
 

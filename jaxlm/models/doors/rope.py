@@ -40,10 +40,10 @@ _LOOP = Loop(0, 0, 2), Loop(0, 0, 2)  # its FLOPs are in those of the softmax
 def _declare(local: Local) -> DoorCost:
     x = local.operands[0]
     if not local.kernels:
-        return DoorCost(passes=(loop(_LOOP, x, "rope"),), in_place=InPlace(backward=True))
+        return DoorCost(passes=(loop(_LOOP, x, "rope", kind="rope"),), in_place=InPlace(backward=True))
     angles = [each.abstract for each in local.operands[1:]]
     first = x._replace(shape=(*x.shape[:-1], 2 * angles[0].shape[-1]))
-    passes = [launched(costs(first.abstract, *angles), "rope")]
+    passes = [launched(costs(first.abstract, *angles), "rope", kind="rope")]
     if first.numbers < x.numbers:  # the kernel's operand is cut out, and its result joined with the others
         moved = KernelCost(bytes=2 * (first.bytes + x.bytes))
         passes.append(Pass(moved, moved, "rope"))

@@ -6,11 +6,19 @@
 from flax import nnx
 
 from jaxlm.core.registry import Registry
-from jaxlm.models.config import FEED_FORWARDS, DenseFeedForwardConfig, LayerConfig, ModelConfig
+from jaxlm.models.config import (
+    FEED_FORWARDS,
+    DenseFeedForwardConfig,
+    LayerConfig,
+    MixtureFeedForwardConfig,
+    ModelConfig,
+)
 from jaxlm.models.feed_forward.dense import DenseFeedForward
+from jaxlm.models.feed_forward.mixture import MixtureFeedForward
 from jaxlm.models.parameters import Module
 
-_REGISTRY = Registry(FEED_FORWARDS, LayerConfig, {DenseFeedForwardConfig: DenseFeedForward})
+_MAKERS = {DenseFeedForwardConfig: DenseFeedForward, MixtureFeedForwardConfig: MixtureFeedForward}
+_REGISTRY = Registry(FEED_FORWARDS, LayerConfig, _MAKERS)
 register, unregister = _REGISTRY.register, _REGISTRY.unregister
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxlm.config import Experiment
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.placement import layout_on
-from jaxlm.costs.plan import step_time
+from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
 
 

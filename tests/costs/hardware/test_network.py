@@ -315,10 +315,10 @@ class TestBadInput:
 
     def test_rates_that_are_not_published(self):
         net = Network(with_link("h100-sxm5:8", bytes_per_s=None), {"fsdp": 8})
-        assert refusal(net.seconds, "all-gather", GB, "fsdp") == "h100-sxm5 has no published link.bytes_per_s"
+        assert "h100-sxm5 has no published link.bytes_per_s;" in refusal(net.seconds, "all-gather", GB, "fsdp")
         chip = find("h100-sxm5").model_copy(update={"scale_out_bytes_per_s": None})
         net = Network(Target(chip, (2, 8)), {"fsdp": 2, "tensor": 8})
-        assert refusal(net.seconds, "all-gather", GB, "fsdp") == "h100-sxm5 has no published scale_out_bytes_per_s"
+        assert "no published scale_out_bytes_per_s;" in refusal(net.seconds, "all-gather", GB, "fsdp")
         assert net.seconds("all-gather", GB, "tensor") > 0
 
     def test_one_chip_needs_no_link(self):

@@ -1,0 +1,123 @@
+"""Deployments that serve requests, for `jaxlm plan --workload serve`."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from jaxlm import api
+from jaxlm.cli import rankings, steps
+from jaxlm.cli.paths import duration
+from jaxlm.cli.tables import TextTable, facts, names, numbers
+from jaxlm.core import units
+from jaxlm.core.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxlm.config import Experiment
+    from jaxlm.costs.deployment import Deployment
+    from jaxlm.costs.stack import Stack
+
+_OPTIONS = ("prompt", "output", "ttft", "tpot", "rate")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the requests and the limits of a deployment."""
+    group = parser.add_argument_group("requests of --workload serve")
+    group.add_argument("--prompt", type=int, metavar="N", help="tokens of each prompt")
+    group.add_argument("--output", type=int, metavar="N", help="tokens that follow each prompt")
+    group.add_argument(
+        "--ttft",
+        type=duration,
+        metavar="TIME",
+        help="such as 0.5 or 500ms: the longest wait for the first token, for nine of ten requests",
+    )
+    group.add_argument(
+        "--tpot", type=duration, metavar="TIME", help="such as 0.03 or 30ms: the longest mean time of a later token"
+    )
+    group.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="requests a second, at random times (as many clients as sequences, one request after the other)",
+    )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise InputError where options of --workload serve are missing, or go with another workload, or options of other
+    workloads with it."""
+    if arguments.workload != "serve":
+        if alone := [f"--{name}" for name in _OPTIONS if getattr(arguments, name) is not None]:
+            raise InputError(f"leave out {', '.join(alone)}, or give --workload serve, which alone plans requests")
+        return
+    if missing := [f"--{name}" for name in ("prompt", "output") if getattr(arguments, name) is None]:
+        raise InputError(f"--workload serve needs the tokens of a request: give {' and '.join(missing)}")
+    if arguments.mesh not in (None, "auto"):
+        raise InputError("--workload serve chooses tensor and replicas itself: leave out --mesh")
+    limits = [f"--{name}" for name in ("budget", "deadline") if getattr(arguments, name) is not None]
+    if refused := [*limits, *(["--plot"] if arguments.plot else [])]:
+        raise InputError(f"leave out {', '.join(refused)}, which --workload serve does not take")
+
+
+def show(experiment: "Experiment", arguments: argparse.Namespace, stack: "Stack") -> int:
+    """Search for deployments and print them as a table, or as one JSON object."""
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
+    goal, chip = arguments.objective or "cost", steps.chip(arguments)
+    ranked, refused = api.plan_serving(experiment, arguments.on, objective=goal, chip=chip, stack=stack, **options)
+    for line in filter(None, (rankings.say_left_out(refused), rankings.say_stack(stack))):
+        print(f"jaxlm: {line}", file=sys.stderr)
+    if arguments.json:
+        left_out = [{"target": target, "why": why} for target, why in refused.items()]
+        print(json.dumps({**ranked[0].row(), "rows": [each.row() for each in ranked], "refused": left_out}))
+        return 0
+    several = len({each.chip_id for each in ranked}) > 1 or bool(refused)
+    _table(ranked, str(ranked[0].demand) + ("" if several else f", on {arguments.on}"), several).print()
+    print()
+    _best(ranked[0]).print()
+    return 0
+
+
+def _table(ranked: list["Deployment"], title: str, several: bool) -> TextTable:
+    figures = numbers("tensor", "replicas", "batch", "memory", "TTFT", "p90", "TPOT", "tokens/s/chip", "$/Mtok out")
+    table = TextTable([*names(*["chips"] * several), *figures], title)
+    for each in ranked:
+        service, capacity = each.service, each.target.chip.device_capacity()
+        table.add(
+            *[f"{each.chip_id}:{each.chips}"] * several,
+            str(each.devices),
+            str(each.replicas),
+            str(each.slots),
+            f"{each.memory.total / capacity:.0%}",
+            units.seconds(service.ttft),
+            units.seconds(service.ttft_p90),
+            units.seconds(service.tpot),
+            f"{each.output_tokens_per_s / each.chips:,.0f}",
+            units.or_dash(each.usd_per_million_output_tokens, "{:.3g}".format),
+        )
+    return table
+
+
+def _best(best: "Deployment") -> TextTable:
+    """Return the figures of the best deployment, with their brackets."""
+    table, service, fast, slow = facts(), best.service, best.fast, best.slow
+
+    def bracketed(name: str) -> str:
+        end = "no end: requests would queue" if slow is None else units.seconds(getattr(slow, name))
+        return f"{units.seconds(getattr(service, name))}, within {units.seconds(getattr(fast, name))} to {end}"
+
+    devices = f"tensor {best.devices}" if best.devices > 1 else "one device"
+    replicas = f"{best.replicas} replica{'s' * (best.replicas > 1)}"
+    table.add("best", f"{replicas} of {devices}, {best.slots} sequences each, on {best.chip_id}:{best.chips}")
+    table.add("first token", f"{bracketed('ttft')}; nine of ten within {units.seconds(service.ttft_p90)}")
+    table.add("each token", bracketed("tpot"))
+    table.add("steps", f"{service.decoding:,.1f} sequences decode in each; {service.mixed:.0%} read prompts as well")
+    rate = best.replicas * service.rate
+    table.add(
+        "rate",
+        f"{rate:,.3g} requests/s; {best.output_tokens_per_s:,.0f} tokens/s out, "
+        f"{rate * (best.demand.prompt + best.demand.output):,.0f} in and out",
+    )
+    usd, each = best.usd_per_million_output_tokens, best.usd_per_million_tokens
+    unknown = f"{best.chip_id} has no published price"
+    paid = unknown if usd is None else f"${usd:.3g} per million tokens out, ${each:.3g} per million in and out"
+    table.add("price", paid)
+    return table

@@ -1,0 +1,104 @@
+"""A table of several plans, the best first, for `jaxlm plan`."""
+
+import json
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from jaxlm.cli import chip_figures
+from jaxlm.cli.tables import TextTable, names, numbers
+from jaxlm.core import units
+
+if TYPE_CHECKING:
+    from jaxlm.costs.plan import Plan
+    from jaxlm.costs.stack import Stack
+
+_SHOWN = 10  # of the plans that a search finds
+
+
+def shown(plans: list["Plan"]) -> list["Plan"]:
+    """Return the plans that a table shows: all of several chips, and the best meshes of one."""
+    return plans[: _SHOWN if len({str(plan.target) for plan in plans}) == 1 else None]
+
+
+def say_left_out(refused: dict[str, str]) -> str | None:
+    """Return a line about the chips of the catalog that have no plan."""
+    if not refused:
+        return None
+    targets, (first, *others) = ", ".join(refused), refused.values()
+    if not others:
+        return f"{targets} is left out: {first}"
+    return f"{len(refused)} kinds of chips are left out ({targets}): {first}; --json says why of each"
+
+
+def say_stack(stack: "Stack") -> str | None:
+    """Return a line that says that plans are of other software than jaxlm's."""
+    changes = ", ".join(f"{key}={value}" for key, value in stack.changes().items())
+    return (
+        f"counted under other software ({changes}): an estimate of what jaxlm does not run itself" if changes else None
+    )
+
+
+def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | None, limited: bool) -> None:
+    """Print plans as a table; with the row of the best as one JSON object.
+
+    Args:
+      refused: the chips of the catalog without a plan, with why.
+      best: the JSON row of the first plan; None prints the table.
+      limited: whether the run has a budget or a deadline: the table then has the time and the price of the run.
+    """
+    if best is not None:
+        left_out = [{"target": target, "why": why} for target, why in refused.items()]
+        print(json.dumps({**best, "rows": [plan.row() for plan in plans], "refused": left_out}))
+        return
+    trains = plans[0].work.kind == "train"
+    settings = ("microbatches", "remat") if trains else ()
+    run = ("run", "$/run") if limited else ()
+    figures = numbers("memory", "step", "at least", "tokens/s", "MFU", *run, "$/Mtok", "J/tok")
+    several = len({str(plan.target) for plan in plans}) > 1 or bool(refused)
+    where = [] if several else [f"on {plans[0].target}"]
+    table = TextTable([*names(*["chips"] * several, "mesh", *settings), *figures], _title(plans[0], *where))
+    for plan in shown(plans):
+        table.add(*[str(plan.target)] * several, *_cells(plan, trains, limited))
+    table.print()
+    if named := [plan.work.remat_shown for plan in shown(plans) if not isinstance(plan.work.remat, str)]:
+        print(f"named: execution.remat={shlex.quote(named[0])}")
+    if remark := _say_tight(shown(plans)):
+        print(remark)
+
+
+def _title(plan: "Plan", *where: str) -> str:
+    """Return the step of a plan, `where` it runs, and the figures of the chip that are not the catalog's."""
+    changes = chip_figures.changes(plan.target.chip)
+    return " ".join([str(plan.work), *where, *[f"({changes})"] * bool(changes)])
+
+
+def _cells(plan: "Plan", trains: bool, limited: bool) -> list[str]:
+    remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
+    run = (
+        units.or_dash(plan.run_s, units.seconds),
+        units.or_dash(plan.usd_per_run, "{:,.0f}".format),
+    )
+    return [
+        str(plan.work.layout),
+        *((str(plan.work.microbatches), remat) if trains else ()),
+        f"{plan.memory.total / plan.capacity:.0%}{_TIGHT * (plan.fits and not plan.leaves_headroom)}",
+        units.seconds(plan.time.expected),
+        units.seconds(plan.time.lower_bound),
+        f"{plan.tokens_per_s:,.0f}",
+        f"{plan.mfu:.0%}",
+        *(run if limited else ()),
+        units.or_dash(plan.usd_per_million_tokens, "{:.3g}".format),
+        units.or_dash(plan.joules_per_token, "{:.3g}".format),
+    ]
+
+
+_TIGHT = "*"
+
+
+def _say_tight(plans: list["Plan"]) -> str | None:
+    """Return a line about plans that leave too little memory free; None if there are none."""
+    from jaxlm.costs.plan import HEADROOM
+
+    if all(plan.leaves_headroom or not plan.fits for plan in plans):
+        return None
+    return f"{_TIGHT} leaves less than {HEADROOM:.0%} of memory free, as much as the count may be wrong by"

@@ -1,0 +1,194 @@
+"""The time of a step: the lower bound, the expected time with its parts, and a bracket around it."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from jaxlm.core.errors import InputError
+from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.counted.operations import Operation
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.network import Network
+from jaxlm.costs.hardware.rates import SustainedRates, sustained
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.stack import JAXLM, Pipeline, Stack
+from jaxlm.costs.timing.communication import communication, sustained_time
+from jaxlm.costs.timing.computation import Part, as_run, by_kernel, computation, least_moved, product_dtype
+from jaxlm.costs.workload import Workload
+from jaxlm.models.logical_axes import RESIDUAL
+
+# Uncertainty that is common to all parts of a step. Large products of one shape run 8 to 17 % faster in short runs,
+# before the clocks fall, than in long ones (github:ai-dynamo/aiconfigurator, tables of short and of sustained runs),
+# and a step is between the two; the GPUs of one node differ by 5 % (github:stas00/ml-engineering). A run is slower for
+# reasons that nothing here counts, stragglers among them: Megatron's MFU fell by 5 of 47 points from 96 to 4,608 GPUs
+# at one batch (github:NVIDIA/Megatron-LM:README.md).
+_FASTER, _SLOWER = 0.11, 0.16
+# The share of the time of a hidden collective by which it may slow down the computation that hides it: NCCL runs on
+# cores of the GPU.
+_CONTENTION = 0.3
+
+
+class Reason(NamedTuple):
+    """A part of the gap between the published peaks and the expected time: `share` of the expected time."""
+
+    name: str
+    seconds: float
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.share:.0%}"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on each device.
+
+    `compute`: all products at the chip's peak; kernels skip the scores of attention that causality and windows hide.
+    `memory`: the least traffic at the chip's bandwidth. `collectives`: all collectives at published rates, one after
+    the other. `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives
+    overlap with the operations; no program is faster. `expected`: the time of a well-tuned program, the sum of its
+    `parts`, each at sustained rates. `low` and `upper_bound`: the bracket of `expected`, from the spreads of these
+    rates. `hidden`: collectives that run behind computation.
+    """
+
+    compute: float
+    memory: float
+    collectives: float
+    lower_bound: float
+    low: float
+    expected: float
+    upper_bound: float
+    parts: dict[str, Part] = field(default_factory=dict)
+    hidden: float = 0.0
+
+    @property
+    def bound_by(self) -> str:
+        parts = {"compute": self.compute, "memory": self.memory, "collectives": self.collectives}
+        return max(parts, key=parts.__getitem__)
+
+    @property
+    def ideal(self) -> float:
+        """The seconds of the model's products, and of what they read, at published rates."""
+        return sum(part.ideal for part in self.parts.values())
+
+    @property
+    def reasons(self) -> list[Reason]:
+        """The gap between `ideal` and `expected` by its reasons, the largest first."""
+        gaps = {name: part.seconds - part.ideal for name, part in self.parts.items()}
+        named = {f"{name} below peak" if self.parts[name].ideal else name: gap for name, gap in gaps.items()}
+        return sorted((Reason(*each, each[1] / self.expected) for each in named.items()), key=lambda r: -r.seconds)
+
+
+class _Bounds(NamedTuple):
+    """Seconds at published rates: of all products, of the least traffic, of each operation's longer one, and of all
+    collectives."""
+
+    compute: float
+    memory: float
+    together: float
+    collectives: float
+
+
+def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
+    """Return the time of a step on each device of a target, under a stack.
+
+    Raises InputError where the chip lacks a published figure that the step needs.
+    """
+    if stack.pipeline.stages > 1:
+        return pipelined(work, target, stack)
+    chip, rates = target.chip, sustained(target.chip)
+    network = Network(target, work.layout)
+    collectives = traffic.collectives(work)
+    sent = sum(each.times * network.seconds(each.kind, each.bytes, each.axes) for each in collectives)
+    ops = operations.step(work)
+    done = computation(as_run(ops, work, stack), work, chip, rates, stack)
+    waited = communication(collectives, network, rates, stack, done.phases)
+    parts = {**done.parts, **{f"exposed {name}": part for name, part in waited.exposed.items()}}
+    busy = sum(part.seconds for part in parts.values())
+    if (idle := _host_seconds(work, rates, stack, done.kernels, busy)) > 0:
+        parts["host"] = Part(idle, 0.0, 0.3 * idle)
+    return _summed(_bounds(ops, work, chip, stack, sent), parts, waited.hidden)
+
+
+def _bounds(ops: list[Operation], work: Workload, chip: Chip, stack: Stack, sent: float) -> _Bounds:
+    share = 1 / chip.devices_per_chip  # of the chip's rates, for one device
+    bandwidth, peaks = share * chip.memory_bytes_per_s, {}
+    compute = least = together = 0.0
+    for op, flops in by_kernel(ops):
+        dtype = product_dtype(op, work, chip, stack) if op.product else work.dtype
+        if dtype not in peaks:
+            peaks[dtype] = share * chip.peak(dtype)
+        ideal, fused = flops / peaks[dtype], least_moved(op, work, stack) / bandwidth
+        compute += op.times * ideal
+        least += op.times * fused
+        together += op.times * max(ideal, fused)
+    return _Bounds(compute, least, together, sent)
+
+
+def _host_seconds(work: Workload, rates: SustainedRates, stack: Stack, kernels: int, busy: float) -> float:
+    """Return the seconds that devices wait for the host, which starts programs or operations while devices are `busy`
+    and, in inference, schedules each step of the engine between two steps."""
+    starts = kernels * rates.eager_s if stack.launch == "eager" else work.dispatches * rates.step_s
+    between = 0.0 if work.kind == "train" else work.dispatches / 2 * rates.token_s
+    return max(0.0, starts - busy) + between
+
+
+def _summed(bounds: _Bounds, parts: dict[str, Part], hidden: float) -> StepTime:
+    lower = max(bounds.together, bounds.collectives)
+    if (missing := lower - sum(part.seconds for part in parts.values())) > 0:
+        parts = {**parts, "least time": Part(missing, 0.0, 0.0)}  # of collectives that would be hidden
+    expected = sum(part.seconds for part in parts.values())
+    # Rates of different parts are wrong independently of each other; computation behind which collectives run may be
+    # slowed down by them.
+    spread = math.sqrt(sum(part.spread**2 for part in parts.values()))
+    least = max(lower, (1 - _FASTER) * expected - spread)
+    most = (1 + _SLOWER) * expected + spread + _CONTENTION * hidden
+    return StepTime(bounds.compute, bounds.memory, bounds.collectives, lower, least, expected, most, parts, hidden)
+
+
+def pipelined(work: Workload, target: Target, stack: Stack) -> StepTime:
+    """Return the time of a step whose layers are cut into the stages of `stack.pipeline`.
+
+    Microbatches pass the stage that takes the longest; all stages wait for the bubble (`Pipeline.bubble`), and for the
+    activations that the first microbatch brings to each stage and the last takes back. If the stages do not divide the
+    layers, the first and the last have a layer fewer, in place of which they have the tables. Bounds are the means of
+    all stages.
+    """
+    pipeline, model = stack.pipeline, work.model
+    if model.num_layers < pipeline.stages or any(block != model.layers[0] for block in model.layers):
+        raise InputError(f"a pipeline of {pipeline.stages} stages needs as many layers, all of one kind")
+    within = stack.model_copy(update={"pipeline": Pipeline()})
+    of_stage = target.part(pipeline.stages)
+
+    def of_layers(layers: int) -> StepTime:
+        return step_time(replace(work, model=model.model_copy(update={"num_layers": layers})), of_stage, within)
+
+    most = -(-model.num_layers // pipeline.stages)
+    # Two and three layers: a loop over a single one copies less.
+    stage, two, three = of_layers(most), of_layers(2), of_layers(3)
+
+    def mean(name: str) -> float:  # over all stages, of a time that grows by as much with each layer
+        of_two, of_three = getattr(two, name), getattr(three, name)
+        return (of_two + (model.num_layers - 2) * (of_three - of_two)) / pipeline.stages
+
+    if model.num_layers % pipeline.stages:
+        none = Part()
+        inner = {
+            name: part + two.parts.get(name, none).times(-3) + three.parts.get(name, none).times(2)
+            for name, part in stage.parts.items()
+        }
+        outer = of_layers(max(1, most - 1))
+        if sum(each.seconds for each in inner.values()) > outer.expected:
+            stage = replace(stage, parts=inner)
+        else:
+            stage = outer
+    parts = dict(stage.parts)
+    computed = sum(each.seconds for name, each in parts.items() if name != "optimizer")
+    wait = pipeline.bubble(work.microbatches) * computed
+    parts["pipeline bubble"] = Part(wait, 0.0, 0.1 * wait)
+    network, rates = Network(target, {"stage": pipeline.stages, **work.layout}), sustained(target.chip)
+    activations = work.itemsize * math.prod(work.shape(RESIDUAL, (1, work.sequence, model.d_model)))
+    once = sustained_time(network, rates, stack, "collective-permute", activations, ("stage",))
+    parts["exposed sends between stages"] = once.times(2 * (pipeline.stages - 1) * pipeline.chunks)
+    bounds = _Bounds(*map(mean, ("compute", "memory", "lower_bound", "collectives")))
+    return _summed(bounds, parts, stage.hidden)

@@ -1,0 +1,321 @@
+"""Products of tokens with the matrices of the experts that they chose, without padding or dropping.
+
+Each device sorts the rows of its own tokens, one for each expert of a token, and walks over the experts that have rows
+(`kernels_pallas.grouped_matmul`). Devices that have parts of the experts' hidden channels send the sums over these.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlm.models import kernels
+from jaxlm.models.doors.cost import (
+    DoorCost,
+    DoorProduct,
+    Local,
+    LocalArray,
+    Loop,
+    Product,
+    ProductKernel,
+    Saved,
+    Workspace,
+    loop,
+)
+from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.linear import BIAS
+from jaxlm.models.logical_axes import GATHERED, HIDDEN, RESIDUAL, Axes
+from jaxlm.models.parameters import axes_of
+from jaxlm.parallel.collectives import on_each_device
+from jaxlm.parallel.partition import constrain, shards_of
+from kernels_pallas import grouped_matmul
+from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.grouped_matmul import costs
+
+_ROWS: Axes = GATHERED[:2]
+_CHOICES: Axes = (*_ROWS, None)
+_PARTS = "act_feed_forward"  # the logical axis of which devices with parts of an expert have a part each
+
+
+class ExpertRows(NamedTuple):
+    """The rows of a mixture: each token once for each expert that it chose, sorted by expert on each device.
+
+    P: the devices that have tokens of their own. R: the rows on one of them.
+
+    Attributes:
+      order_PR: int32, of each row the choice that it is, an index into the device's [tokens · choices].
+      place_PR: int32, of each choice its row.
+      sizes_PE: int32, the rows of each expert. Those of padding follow after all experts' rows.
+    """
+
+    order_PR: jax.Array
+    place_PR: jax.Array
+    sizes_PE: jax.Array
+
+
+def sort_by_expert(index_BTk: jax.Array, is_token_BT: jax.Array, num_experts: int) -> ExpertRows:
+    """Return the rows of tokens that chose these experts, int32 [B, T, k]. Padding (`is_token_BT` false) has none."""
+    return ExpertRows(*_sort(index_BTk, is_token_BT, num_experts))
+
+
+def _sort_signature(index_BTk: jax.Array, is_token_BT: jax.Array, num_experts: int) -> Signature:
+    B, T, k = index_BTk.shape
+    shapes = (B, T * k), (B, T * k), (1, num_experts)
+    results = [
+        (jax.ShapeDtypeStruct(shape, jnp.int32), axes)
+        for shape, axes in zip(shapes, (_ROWS, _ROWS, (None, None)), strict=True)
+    ]
+    return Signature([(index_BTk, _CHOICES), (is_token_BT, _ROWS)], results, {"num_experts": num_experts})
+
+
+_SORT = Loop(0, 8, 0), Loop(0, 0, 0)  # a radix sort of ids with their places, in four passes
+
+
+@door(
+    _sort_signature,
+    lambda local: DoorCost(passes=(loop(_SORT, local.operands[0], "sort"),), saved=Saved(results=(0, 1, 2))),
+    name="sort_by_expert",
+)
+def _sort(index_BTk: jax.Array, is_token_BT: jax.Array, num_experts: int) -> tuple[jax.Array, ...]:
+    def local(index_BTk: jax.Array, is_token_BT: jax.Array) -> tuple[jax.Array, ...]:
+        expert_R = jnp.where(is_token_BT[..., None], index_BTk, num_experts).reshape(-1)
+        order_R = jnp.argsort(expert_R, stable=True).astype(jnp.int32)
+        counts = jnp.arange(len(expert_R), dtype=jnp.int32)
+        place_R = jnp.zeros_like(order_R).at[order_R].set(counts, unique_indices=True)
+        ends_E = jnp.sum(expert_R[None] <= jnp.arange(num_experts)[:, None], axis=1).astype(jnp.int32)
+        return order_R[None], place_R[None], jnp.diff(ends_E, prepend=0)[None]
+
+    return on_each_device(local, (index_BTk, _CHOICES), (is_token_BT, _ROWS), results=[_ROWS] * 3)
+
+
+@jax.custom_vjp
+def _spread(x_ND: jax.Array, token_R: jax.Array, place_Nk: jax.Array) -> jax.Array:
+    """Return the row of each choice's token, [R, D]. The gradient is `_collect`: in a fixed order, and no scatter."""
+    return x_ND[token_R]
+
+
+@jax.custom_vjp
+def _collect(y_RD: jax.Array, token_R: jax.Array, place_Nk: jax.Array) -> jax.Array:
+    """Return the sum of each token's rows in the order of its choices, computed in float32, [N, D] in y's dtype."""
+    return jnp.sum(y_RD[place_Nk].astype(jnp.float32), axis=1).astype(y_RD.dtype)
+
+
+_spread.defvjp(lambda x, token, place: (x[token], (token, place)), lambda saved, d: (_collect(d, *saved), None, None))
+_collect.defvjp(
+    lambda y, token, place: (_collect(y, token, place), (token, place)),
+    lambda saved, d: (_spread(d, *saved), None, None),
+)
+
+
+def to_experts(
+    x_BTD: jax.Array,
+    rows: ExpertRows,
+    *matrices: nnx.Param,
+    biases: Sequence[nnx.Param | None] = (),
+    names: Sequence[str] = (),
+) -> tuple[jax.Array, ...]:
+    """Return x · matrix (+ bias [E, F]) of each expert's rows for each matrix [E, F, D], [P, R, F] in x's dtype.
+
+    Args:
+      x_BTD: gathered.
+      biases: one for each matrix, or None; none has one where this is empty.
+      names: of the results, for rematerialisation.
+    """
+    axes = (*_ROWS, f"act_{matrices[0].inputs[0]}")
+    # Each device that has a part of the experts has the rows to itself, so that their gradients, which are parts of
+    # sums, are added before they are sent.
+    parts = shards_of(_PARTS, _size(matrices[0], 1))
+    of_parts = constrain(jnp.broadcast_to(x_BTD[None], (parts, *x_BTD.shape)), _PARTS, *axes) if parts > 1 else None
+    results = []
+    for i, matrix in enumerate(matrices):
+        bias = biases[i] if biases else None
+        y = _to_experts(x_BTD, rows, matrix, bias, axes, of_parts)
+        results.append(checkpoint_name(y, names[i]) if names else y)
+    return tuple(results)
+
+
+def _size(matrix: nnx.Param, dimension: int) -> int:
+    """Return the size of a dimension of a matrix of experts, without that of the layers."""
+    return matrix[...].shape[dimension]
+
+
+def _to_signature(
+    x_BTD: jax.Array, rows: ExpertRows, matrix: nnx.Param, bias: nnx.Param | None, axes: Axes, of_parts: Any
+) -> Signature:
+    weights = [(p[...], axes_of(p)) for p in (matrix, bias) if p is not None]
+    y = jax.ShapeDtypeStruct((*rows.order_PR.shape, _size(matrix, 1)), x_BTD.dtype)
+    operands = [(x_BTD, axes), weights[0], *_row_operands(rows), *weights[1:]]
+    return Signature(operands, [(y, HIDDEN)], {"is_biased": bias is not None}, of=matrix)
+
+
+def _row_operands(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:
+    return [(rows.order_PR, _ROWS), (rows.place_PR, _ROWS), (rows.sizes_PE, (None, None))]
+
+
+_SPREAD = Loop(0, 0, 2), Loop(1, 0, 2)
+_SCALED = Loop(1, 0, 2), Loop(3, 0, 4)
+
+
+def _declare_to(local: Local) -> DoorCost:
+    x, matrix, order, *_ = local.operands
+    (y,) = local.results
+    rows, width = order.numbers, x.shape[-1]
+    passes = [loop(_SPREAD, x, "rows", rows * width)]
+    passes += [loop(BIAS, y, "bias", kind="bias")] * local.options["is_biased"]
+    cost = _product_cost(local, x.numbers // width, x, matrix, Product(1, rows, width, matrix.shape[1]))
+    saved = Saved((0,) if matrix.is_trained else ())
+    workspace = Workspace(beside=rows * width * x.itemsize)
+    return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace)
+
+
+def _product_cost(local: Local, tokens: int, x: LocalArray, matrix: LocalArray, product: Product) -> DoorCost:
+    """Return the cost of a product of the rows of so many tokens. The matrices of experts that no token chooses are not
+    read: how many these are is an expectation, with every choice as likely."""
+    experts, (_, m, k, n) = matrix.shape[0], product
+    unread = (1 - m / tokens / experts) ** tokens
+    if local.kernels:
+        sizes = LocalArray((experts,), "int32", (False,))
+        declared = costs(x._replace(shape=(m, k)).abstract, matrix.abstract, sizes.abstract, transposed=True).forward
+        declared = declared._replace(bytes=declared.bytes - round(unread * matrix.bytes))
+        wanted = x.is_trained, matrix.is_trained
+        backward = KernelCost(sum(wanted) * declared.flops, 0, sum(wanted) * declared.bytes)
+        name = "mosaic_tpu" if local.platform == "tpu" else "triton"
+        kernel = ProductKernel(name, KernelCosts(declared, backward), (), (wanted,))
+        return DoorCost(products=(DoorProduct(product, 0, weight=1),), kernel=kernel)
+    moved = x.itemsize * m * (k + n) + round((1 - unread) * matrix.bytes)
+    return DoorCost(products=(DoorProduct(product, moved, weight=1),))
+
+
+@door(_to_signature, _declare_to, name="to_experts", pinned=True)
+def _to_experts(
+    x_BTD: jax.Array,
+    rows: ExpertRows,
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    axes: Axes,
+    of_parts: jax.Array | None,
+) -> jax.Array:
+    multiply = _multiplied(matrix, bias)
+
+    def local(x: jax.Array, order: jax.Array, place: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple:
+        x_ND, place_Nk = x.reshape(-1, x.shape[-1]), place.reshape(x.size // x.shape[-1], -1)
+        token_R = order[0] // place_Nk.shape[1]
+
+        # The rows are taken again for the gradient of the matrix: kept, they would be as many times x as choices.
+        @jax.checkpoint
+        def product(x_ND: jax.Array, *weights: jax.Array) -> jax.Array:
+            return multiply(_spread(x_ND, token_R, place_Nk), sizes[0], *weights)
+
+        return (product(x_ND, *weights)[None],)
+
+    x = (x_BTD, axes) if of_parts is None else (of_parts, (_PARTS, *axes))
+    (y,) = on_each_device(local, x, *_on_devices(rows), *_weights(matrix, bias), results=[HIDDEN])
+    return y
+
+
+def from_experts(
+    hidden_PRF: jax.Array, rows: ExpertRows, weights_BTk: jax.Array, matrix: nnx.Param, bias: nnx.Param | None = None
+) -> jax.Array:
+    """Return for each token the weighted sum over its experts of hidden · matrix [E, D, F] (+ bias [E, D]).
+
+    The result is [B, T, D] in hidden's dtype.
+
+    Weights multiply the hidden numbers, which the backward pass reads anyway, so that no product of each row is kept.
+    """
+    output = matrix.axes[-2]
+    return _from_experts(
+        hidden_PRF, rows, weights_BTk, matrix, bias, RESIDUAL if output == "embed" else (*_ROWS, f"act_{output}")
+    )
+
+
+def _from_signature(
+    hidden_PRF: jax.Array,
+    rows: ExpertRows,
+    weights_BTk: jax.Array,
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    axes: Axes,
+) -> Signature:
+    weights = [(p[...], axes_of(p)) for p in (matrix, bias) if p is not None]
+    y = jax.ShapeDtypeStruct((*weights_BTk.shape[:2], _size(matrix, 1)), hidden_PRF.dtype)
+    operands = [(hidden_PRF, HIDDEN), weights[0], *_row_operands(rows), (weights_BTk, _CHOICES), *weights[1:]]
+    return Signature(operands, [(y, axes)], {"is_biased": bias is not None}, of=matrix)
+
+
+def _declare_from(local: Local) -> DoorCost:
+    hidden, matrix, order, *_ = local.operands
+    (y,) = local.results
+    rows, channels = order.numbers, matrix.shape[1]
+    passes = [loop(_SCALED, hidden, "weights"), loop(_SPREAD, y, "sum", rows * channels)]
+    passes += [loop(BIAS, y, "bias", rows * channels, kind="bias")] * local.options["is_biased"]
+    tokens = rows // local.operands[5].shape[-1]
+    cost = _product_cost(local, tokens, hidden, matrix, Product(1, rows, matrix.shape[2], channels))
+    workspace = Workspace(beside=rows * channels * hidden.itemsize)
+    saved = Saved((0, 5) if hidden.is_trained else ())
+    return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace, contracted=(1, range(2, 3)))
+
+
+@door(_from_signature, _declare_from, name="from_experts", pinned=True)
+def _from_experts(
+    hidden_PRF: jax.Array,
+    rows: ExpertRows,
+    weights_BTk: jax.Array,
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    axes: Axes,
+) -> jax.Array:
+    multiply, parts = _multiplied(matrix, None), shards_of(_PARTS, _size(matrix, 2))
+
+    def local(hidden, order, place, sizes, weights_BTk, matrix, *biases) -> tuple[jax.Array]:
+        place_Nk = place.reshape(-1, weights_BTk.shape[-1])
+        token_R = order[0] // place_Nk.shape[1]
+
+        @jax.checkpoint
+        def product(hidden_RF: jax.Array, weights_BTk: jax.Array, matrix: jax.Array, *biases: jax.Array) -> jax.Array:
+            weight_R1 = _spread(weights_BTk.reshape(-1, 1), order[0], place.reshape(-1, 1))
+            scaled_RF = (hidden_RF.astype(jnp.float32) * weight_R1).astype(hidden_RF.dtype)
+            y_RD = multiply(scaled_RF, sizes[0], matrix)
+            for bias_ED in biases:  # each part adds as much of it
+                y_RD += _of_rows(bias_ED.astype(y_RD.dtype), sizes[0], len(y_RD)) * (weight_R1 / parts).astype(
+                    y_RD.dtype
+                )
+            return y_RD
+
+        y_ND = _collect(product(hidden[0], weights_BTk, matrix, *biases), token_R, place_Nk)
+        return (y_ND.reshape(1, *weights_BTk.shape[:2], -1),)
+
+    output = f"act_{matrix.axes[-2]}"
+    operands = (hidden_PRF, HIDDEN), *_on_devices(rows), (weights_BTk, _CHOICES), *_weights(matrix, bias)
+    (of_parts,) = on_each_device(local, *operands, results=[(_PARTS, *_ROWS, output)])
+    return jax.lax.reduce(of_parts, jnp.zeros((), of_parts.dtype), jax.lax.add, (0,))
+
+
+def _on_devices(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:
+    return [(each, _ROWS) for each in rows]
+
+
+def _weights(*parameters: nnx.Param | None) -> list[tuple[jax.Array, Axes]]:
+    """Return parameters as layers compute with them."""
+    return [(p[...], tuple(f"act_{axis}" for axis in axes_of(p))) for p in parameters if p is not None]
+
+
+def _multiplied(matrix: nnx.Param, bias: nnx.Param | None) -> Callable[..., jax.Array]:
+    """Return the product of rows, sorted by expert, with matrices [E, outputs, inputs] (+ biases [E, outputs])."""
+    implementation = kernels.implementation()
+
+    def multiply(rows_RD: jax.Array, sizes_E: jax.Array, matrices: jax.Array, *biases: jax.Array) -> jax.Array:
+        y = grouped_matmul(rows_RD, matrices, sizes_E, transposed=True, implementation=implementation)
+        for each in biases:
+            y += _of_rows(each.astype(y.dtype), sizes_E, len(y))
+        return y
+
+    return multiply
+
+
+def _of_rows(each_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
+    """Return the vector of each row's expert, [R, F]."""
+    expert_R = jnp.repeat(jnp.arange(len(sizes_E)), sizes_E, total_repeat_length=rows)
+    return each_EF[expert_R]

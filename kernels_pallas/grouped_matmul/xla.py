@@ -1,0 +1,63 @@
+"""A grouped product as XLA runs it: a loop over the tiles that have rows, which reads no other matrix.
+
+Tiles are slices of the sorted rows in place: the end of a group's last tile has rows of the next group, whose results
+that group's first tile overwrites.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.grouped_matmul import visits
+
+
+def tile_rows(rows: int, groups: int) -> int:
+    """Return the rows of a tile, by how many a group has on average. With matrices [N, K] all sizes give equal bits on
+    a CPU; a tile of one row would not."""
+    each = rows / groups
+    return 2 if each < 4 else 32 if each < 64 else 64 if each < 256 else 128
+
+
+def product(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool, tile: int) -> jax.Array:
+    """Return x · matrix of each row's group, [R, N] in x's dtype; zeros past the last group."""
+    R, (wide, walk) = x.shape[0], _walk(x, sizes, tile)
+    padded = jnp.pad(x, ((0, tile), (0, 0)))
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def one(visit: jax.Array, y: jax.Array) -> jax.Array:
+        group, start = walk.group[visit], walk.start[visit]
+        matrix = jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+        rows = jax.lax.dynamic_slice_in_dim(padded, start, tile)
+        y_tile = jax.lax.dot_general(rows, matrix, contracted, preferred_element_type=wide)
+        return jax.lax.dynamic_update_slice_in_dim(y, y_tile.astype(x.dtype), start, 0)
+
+    N = matrices.shape[1 if transposed else 2]
+    begins = jnp.zeros_like(padded, shape=(R + tile, N))
+    y = jax.lax.fori_loop(0, walk.count, one, begins)[:R]
+    return jnp.where(jnp.arange(R)[:, None] < walk.end[-1], y, 0)
+
+
+def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, tile: int) -> jax.Array:
+    """Return the sum of xᵀ · y over the rows of each group, [G, K, N] in x's dtype; zeros of an empty group."""
+    wide, walk = _walk(x, sizes, tile)
+    padded_x, padded_y = (jnp.pad(each, ((0, tile), (0, 0))) for each in (x, y))
+    row = jnp.arange(tile)[:, None]
+
+    def one(visit: jax.Array, sums: jax.Array) -> jax.Array:
+        group, start = walk.group[visit], walk.start[visit]
+        # Both are masked: a zero times a NaN of another group's row is a NaN.
+        is_own = row < walk.end[group] - start
+        x_tile, y_tile = (
+            jnp.where(is_own, jax.lax.dynamic_slice_in_dim(each, start, tile), 0) for each in (padded_x, padded_y)
+        )
+        more = jax.lax.dot_general(x_tile, y_tile, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        total = jax.lax.dynamic_index_in_dim(sums, group, keepdims=False) + more
+        return jax.lax.dynamic_update_index_in_dim(sums, total, group, 0)
+
+    begins = jnp.zeros_like(padded_x, shape=(len(sizes), x.shape[1], y.shape[1]), dtype=wide)
+    return jax.lax.fori_loop(0, walk.count, one, begins).astype(x.dtype)
+
+
+def _walk(x: jax.Array, sizes: jax.Array, tile: int) -> tuple[np.dtype, visits.Visits]:
+    """Return the dtype of sums, and the tiles of all groups."""
+    return np.promote_types(x.dtype, jnp.float32), visits.of_groups(sizes, x.shape[0], tile, aligned=False)

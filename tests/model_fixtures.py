@@ -71,9 +71,10 @@ GEMMA = {
 }
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "gemma": GEMMA}
 
-# A dense layer before mixtures, as DeepSeek-V3 has them.
+# A dense layer before mixtures, as DeepSeek-V3 has them, and sinks, as GPT-OSS has them.
 MIXTURE = {
     **LLAMA,
+    "attention": {**LLAMA["attention"], "sinks": True},
     "feed_forward": {
         "kind": "mixture",
         "num_experts": 8,

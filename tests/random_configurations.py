@@ -97,6 +97,7 @@ def _attention(draw: random.Random, scale: Scale) -> dict[str, Any]:
         "output_bias": draw.random() < 0.3,
         "scale": draw.choice([None, 0.1]),
         "soft_cap": draw.choice([None, None, 50.0]),
+        "sinks": draw.random() < 0.3,
         "window": draw.choice([None, None, *scale.windows]),
     }
 

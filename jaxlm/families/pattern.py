@@ -33,6 +33,11 @@ class Pattern:
             raise ValueError(f"{text!r} has {len(self._parts)} parts and {len(self.outputs)} outputs")
         self._whole, self._flat = _grouped(self._whole), _axes(self._whole)
 
+    @property
+    def rank(self) -> int:
+        """The number of axes of the first output."""
+        return len(_groups(self.outputs[0]))
+
     def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
         """Return the size of each axis, from the shapes of the outputs. Raises ValueError if the shapes disagree."""
         known = dict(_CONSTANTS)

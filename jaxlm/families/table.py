@@ -72,8 +72,9 @@ class TensorBinding:
 def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, TensorBinding]:
     """Return the tensors that a model is stored as, by name.
 
-    A rule applies to the layers that have the rule's arrays: a layer without a bias has no tensor for the bias, and a
-    rule with {e} is of layers with experts. Raises ValueError if an array of the tree is in no rule, or in two rules.
+    A rule applies to the layers that have the rule's arrays: a layer without a bias has no tensor for the bias. A rule
+    with {e} is of layers with experts, and so is one whose pattern has an axis for them: its tensor holds those of a
+    layer. Raises ValueError if an array of the tree is in no rule, or in two rules.
     """
     graph, abstract = model_tree.abstract(model)
     declared = model_tree.paths(model_tree.dimensions(abstract))
@@ -83,9 +84,9 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
         for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, ()))]:
             named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in rule.paths]
             of = [declared[path] for name in named if (path := name.partition("[")[0]) in declared]
-            if not of or of[0].of_experts != ("{e}" in rule.name):
+            if not of or not _applies(rule, of[0], len(index)):
                 continue
-            for expert in range(of[0].shape[1]) if of[0].of_experts else [None]:
+            for expert in range(of[0].shape[1]) if "{e}" in rule.name else [None]:
                 at = index if expert is None else (*index, expert)
                 places = tuple(_place(name, at, declared, model.layers[layer].rope_dim) for name in named)
                 name = rule.name.replace("{l}", str(layer)).replace("{e}", str(expert))
@@ -93,17 +94,29 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
                     raise ValueError(f"two rules name {name}")
                 bindings[name] = TensorBinding(name, places, rule.pattern)
     covered = [
-        (place.path, place.index) for binding in bindings.values() for place in binding.places if not place.start
+        (place.path, (*place.index, *expert))
+        for binding in bindings.values()
+        for place in binding.places
+        if not place.start
+        for expert in itertools.product(*_stacked(place.path, declared)[len(place.index) :])
     ]
-    whole = [
-        (path, at)
-        for path, d in declared.items()
-        for at in itertools.product(*(range(d.shape[i]) for i in (d.stack if _is_stack(path) else ())))
-    ]
+    whole = [(path, at) for path in declared for at in itertools.product(*_stacked(path, declared))]
     if sorted(covered, key=str) != sorted(whole, key=str):
         left = sorted({path for path, _ in set(whole) ^ set(covered)})
         raise ValueError(f"no rule, or more than one, for {', '.join(left) or 'an array'}")
     return bindings
+
+
+def _applies(rule: TensorRule, array: Dimensions, stacked: int) -> bool:
+    """Return whether a rule may be of layers with this array, the first `stacked` axes of which count layers."""
+    if not array.of_experts or "{e}" in rule.name:
+        return array.of_experts == ("{e}" in rule.name)
+    return rule.pattern is not None and rule.pattern.rank == len(array.shape) - stacked
+
+
+def _stacked(path: str, declared: Mapping[str, Dimensions]) -> list[range]:
+    """Return the indices of an array's layers, and of the experts of a layer."""
+    return [range(declared[path].shape[i]) for i in declared[path].stack] if _is_stack(path) else []
 
 
 def _place(name: str, index: tuple[int, ...], declared: Mapping[str, Dimensions], rotated: int) -> TensorPlace:

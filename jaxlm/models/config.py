@@ -116,6 +116,8 @@ class GroupedQueryAttentionConfig(AttentionConfig):
     """Multiplies the products of queries and keys."""
     soft_cap: Positive | None = None
     """Keeps scores between −cap and cap (Gemma 2, arXiv:2408.00118, section 2)."""
+    sinks: bool = False
+    """Add a learned score of each head, without a value, to its softmax (GPT-OSS, arXiv:2508.10925, section 2.2)."""
     window: Annotated[Count | None, InWords(default="all")] = None
     """The last tokens that a token sees, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1)."""
 

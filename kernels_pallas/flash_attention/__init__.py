@@ -111,8 +111,8 @@ def flash_attention(
         does "mosaic_gpu" add the gradient of a query in any order.
       implementation: "reference", "xla", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses by the shape and
         the chip being lowered for: the fastest where they were measured, of a forward pass alone or, where the call is
-        differentiated, of both passes (`kernels_pallas.core.measured`). "xla" has neither sinks, bias, unions, chunks
-        of queries nor the log-sum-exp. "mosaic_gpu" is for Hopper, and "cudnn" is NVIDIA's, and serves only what means
+        differentiated, of both passes (`kernels_pallas.core.measured`). "xla" has neither bias, unions, chunks of
+        queries nor the log-sum-exp. "mosaic_gpu" is for Hopper, and "cudnn" is NVIDIA's, and serves only what means
         the same there.
 
     Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
@@ -208,12 +208,12 @@ def _attend_by(route: _Route, options: _Options, key_range: Any, query, key, val
     if route.refused is not None:
         raise NotImplementedError(f"flash_attention: {name} cannot serve this call: {route.refused}")
     if name in ("reference", "xla"):
-        named: dict[str, Any] = dict(key_range=key_range, scale=scale, soft_cap=soft_cap)
+        named: dict[str, Any] = dict(key_range=key_range, scale=scale, soft_cap=soft_cap, sinks=sinks)
         with _multiplied_as(route.multiplied_as, query.dtype):
             if name == "xla":
                 results = xla.flash_attention(query, key, value, is_causal=is_causal, **named)
             else:
-                named |= dict(sinks=sinks, bias=bias, query_chunk=query_chunk, return_log_sum_exp=return_log_sum_exp)
+                named |= dict(bias=bias, query_chunk=query_chunk, return_log_sum_exp=return_log_sum_exp)
                 results = reference.flash_attention(query, key, value, **named)
         return jax.tree.map(lambda x: checkpoint_name(x, "attention"), results)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -254,17 +254,25 @@ def call_class(query: Any, key: Any, value: Any, key_range: Any) -> CallClass:
 
 
 def kernel_of(
-    chip: TargetChip, query: Any, key: Any, value: Any, *, training: bool, key_range: Any, deterministic: bool
+    chip: TargetChip,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    training: bool,
+    key_range: Any,
+    deterministic: bool,
+    sinks: Any = None,
 ) -> str | None:
     """Return the kernel, or "cudnn", that None takes on a chip, which need not be here; None where XLA computes.
 
     Args:
-      query, key, value, key_range: arrays, or shapes and dtypes; a mask of these is not known while tracing.
+      query, key, value, key_range, sinks: arrays, or shapes and dtypes; a mask of these is not known while tracing.
       training: the call is differentiated. deterministic: as of `flash_attention`.
     """
     if query.shape[1] < _FEW_QUERIES:
         return None
-    operands = Operands(query, key, value, None, None, None, None)
+    operands = Operands(query, key, value, None, None, sinks, None)
 
     def unsupported_reason(name: str) -> str | None:
         if name == "cudnn":

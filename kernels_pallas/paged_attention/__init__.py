@@ -28,6 +28,7 @@ def paged_attention(
     key_range: KeyRange | tuple[Any, Any],
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """softmax(cap · tanh(scale · q·kᵀ / cap)) · v over the keys in range of each sequence, read from pages (vLLM,
@@ -47,6 +48,7 @@ def paged_attention(
         zeros.
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap.
+      sinks: [N], a score in each row's sum that has no value, as in `flash_attention`.
       implementation: "reference", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu" or "xla"; None is "triton" on NVIDIA
         GPUs and "mosaic_tpu" on TPUs where they serve, "mosaic_gpu" where JAX no longer lowers Triton, and otherwise
         "xla", which walks over the pages that a row sees and holds the scores of one page of each sequence; on the GPUs
@@ -58,7 +60,7 @@ def paged_attention(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    _check(query, key, value, table, key_range)
+    _check(query, key, value, table, key_range, sinks)
     reasons = {
         name: lambda _, kernel=kernel: kernel.unsupported_reason(query, value) for name, kernel in KERNELS.items()
     }
@@ -68,7 +70,8 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
     attend = (KERNELS | {"reference": reference, "xla": xla})[chosen].paged_attention
-    return attend(query, key, value, table, key_range=KeyRange(*key_range), scale=scale, soft_cap=soft_cap)
+    options = {"key_range": KeyRange(*key_range), "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    return attend(query, key, value, table, **options)
 
 
 def kernel_on(chip: TargetChip, query: Any, value: Any) -> str | None:
@@ -85,10 +88,10 @@ def kernel_on(chip: TargetChip, query: Any, value: Any) -> str | None:
     return name if name in KERNELS else None
 
 
-def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any]) -> None:
+def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any], sinks: Any) -> None:
     operation = "paged_attention"
     checks.array(operation, query=query, key=key, value=value, table=table)
-    checks.floating(operation, query=query, key=key, value=value)
+    checks.floating(operation, query=query, key=key, value=value, sinks=sinks)
     if not query.ndim == key.ndim == value.ndim == 4 or table.ndim != 2:
         shapes = ", ".join(str(list(x.shape)) for x in (query, key, value, table))
         raise ValueError(f"{operation}: query, key, value and table are {shapes}; they must have 4, 4, 4 and 2 axes")
@@ -105,3 +108,5 @@ def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, A
     if any(x.shape != query.shape[:2] for x in key_range):
         shapes = " and ".join(str(list(x.shape)) for x in key_range)
         raise ValueError(f"{operation}: key_range is {shapes}; both must be {list(query.shape[:2])}")
+    if sinks is not None and sinks.shape != query.shape[2:3]:
+        raise ValueError(f"{operation}: sinks is {list(sinks.shape)}; it must be {list(query.shape[2:3])}")

@@ -22,6 +22,7 @@ def _case(
     pages: int = 4,
     window: int | None = None,
     empty: bool = False,
+    sinks: bool = False,
     options: dict | None = None,
     **more,
 ) -> KernelCase:
@@ -30,6 +31,7 @@ def _case(
     Args:
       heads: of queries and keys. width: of keys and values. page: tokens. pages: of each sequence, drawn among as many.
       window: the most tokens that a query sees. empty: the first sequence sees nothing.
+      sinks: each query head has one.
     """
     (N, K), (H, V), drawn = heads, width, pages * sequences
     arrays = {
@@ -38,6 +40,8 @@ def _case(
         "value": CaseArray((drawn, K, page, V), differentiable=False),
         "table": CaseArray((sequences, pages), "int32", "below", drawn),
     }
+    if sinks:
+        arrays["sinks"] = CaseArray((N,), differentiable=False)
     length = pages * page - np.arange(sequences, dtype=np.int32)[:, None] % page
     end = length - np.arange(queries, dtype=np.int32)[None, ::-1]
     start = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
@@ -54,6 +58,18 @@ CASES = (
     _case("few tokens, cap, no keys", queries=3, empty=True, options={"soft_cap": 2.0, "scale": 0.3}),
     _case("tile of a prompt, window", queries=20, width=(24, 40), window=50, dtypes=("float32", "bfloat16")),
     _case("several lanes, pages of 48", heads=(3, 1), page=48, pages=12),
+    _case(
+        "several lanes, few tokens, sinks, cap, no keys",
+        queries=3,
+        heads=(6, 2),
+        page=128,
+        pages=5,
+        empty=True,
+        sinks=True,
+        options={"soft_cap": 2.0},
+        dtypes=("float32", "bfloat16"),
+    ),
+    _case("tile of a prompt, sinks", queries=20, width=(24, 40), window=50, page=128, sinks=True),
     _case("pages of 128", page=128, dtypes=("float32", "bfloat16")),
     _case(
         "tile of a prompt, window, cap, pages of 128",
@@ -78,6 +94,17 @@ CASES = (
         dtypes=("bfloat16",),
     ),
     _case(
+        "wide, several lanes, sinks, no keys",
+        queries=2,
+        heads=(6, 2),
+        width=(64, 64),
+        page=64,
+        pages=6,
+        empty=True,
+        sinks=True,
+        dtypes=("bfloat16",),
+    ),
+    _case(
         "wide tile, more than a block",
         sequences=1,
         queries=24,
@@ -97,6 +124,15 @@ CASES = (
         width=(256, 256),
         window=1024,
         options={"soft_cap": 50.0},
+        **_CHIPS,
+    ),
+    _case(
+        "window 128, sinks, 8 × 2048, 64/8 × 64",
+        sequences=8,
+        heads=(64, 8),
+        width=(64, 64),
+        window=128,
+        sinks=True,
         **_CHIPS,
     ),
     _case("16 tiles of 32, 2048, 32/8 × 128", sequences=16, queries=32, heads=(32, 8), width=(128, 128), **_CHIPS),

@@ -18,9 +18,9 @@ from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.key_range import KeyRange
 from kernels_pallas.flash_attention.mosaic_gpu import MAX_WIDTH
 from kernels_pallas.flash_attention.pipeline import SHARED_MEMORY, TILE
-from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
-from kernels_pallas.paged_attention.key_heads import by_key_head, by_token
+from kernels_pallas.paged_attention.key_heads import by_key_head, by_token, sinks_by_row
 
 KEYS = 64  # of a tile
 _MOST_STAGES = 4
@@ -47,11 +47,12 @@ def paged_attention(
     key_range: KeyRange,
     scale: float,
     soft_cap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
     settings = FlashSettings(scale, soft_cap, 0, None, "mosaic_gpu")
     sums = _sums_of_lanes(settings, query, key, value, table, key_range)
-    return by_token(_joined(sums, query), *query.shape[1:3])
+    return by_token(_joined(sums, query, sinks), *query.shape[1:3])
 
 
 def _sums_of_lanes(
@@ -193,10 +194,13 @@ def _sums_of_lanes(
     )
 
 
-def _joined(sums: list[jax.Array], query: jax.Array) -> jax.Array:
+def _joined(sums: list[jax.Array], query: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Return the attended values [Q, K, R, V] of the sums of all lanes: those that saw nothing change no bit."""
     (Q, L, K, R, V), blocks = sums[-1].shape, sums[0].shape[3]
     rows, stages = R // blocks, min(L, _MOST_STAGES)
+    inputs = dict(zip(("largest", "total", "attended"), sums, strict=True))
+    if sinks is not None:
+        inputs["sinks"] = sinks_by_row(sinks, query, K, blocks * ROWS).reshape(K, blocks, ROWS) * LOG2_E
 
     def kernel(warpgroup: Warpgroup, ref: Mapping[str, Any]) -> None:
         q, columns = warpgroup.index("sequence"), pl.ds(warpgroup.index("column") * TILE, TILE)
@@ -225,18 +229,20 @@ def _joined(sums: list[jax.Array], query: jax.Array) -> jax.Array:
             pl.when(lane + stages < L)(lambda: load(lane + stages))
             return raised, total * kept + weight_sum * weight, attended
 
-        none = (
-            warpgroup.by_row(jnp.full((ROWS,), LOWEST, jnp.float32)),
-            warpgroup.by_row(jnp.zeros((ROWS,), jnp.float32)),
-            warpgroup.tile(jnp.zeros((ROWS, TILE), jnp.float32)),
-        )
-        _, total, attended = lax.fori_loop(0, L, step, none)
+        if sinks is None:
+            largest = warpgroup.by_row(jnp.full((ROWS,), LOWEST, jnp.float32))
+            total = warpgroup.by_row(jnp.zeros((ROWS,), jnp.float32))
+        else:  # as after one key with this score and no value
+            largest = warpgroup.load_by_row(ref["sinks"].at[k, block])
+            total = warpgroup.by_row(jnp.ones((ROWS,), jnp.float32))
+        nothing = warpgroup.tile(jnp.zeros((ROWS, TILE), jnp.float32))
+        _, total, attended = lax.fori_loop(0, L, step, (largest, total, nothing))
         attended /= warpgroup.broadcast_by_row(jnp.where(total == 0, 1.0, total), TILE)
         warpgroup.tma_store((attended, ref["out_tile"], ref["out"].at[q, k, of_block, columns]))
 
     (out_QKRV,) = hopper.run(
         kernel,
-        dict(zip(("largest", "total", "attended"), sums, strict=True)),
+        inputs,
         {"out": jax.ShapeDtypeStruct((Q, K, R, V), query.dtype)},
         grid={"column": V // TILE, "head": K * blocks, "sequence": Q},
         warpgroups=1,

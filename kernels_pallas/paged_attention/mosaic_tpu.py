@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from kernels_pallas.core import interpretation, launch, target, tuning
 from kernels_pallas.flash_attention.key_range import KeyRange
 from kernels_pallas.flash_attention.mosaic_tpu import LANES
-from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, dot
+from kernels_pallas.flash_attention.tiles import LOG2_E, LOWEST, FlashSettings, dot
 from kernels_pallas.paged_attention.costs import one_kernel_cost
-from kernels_pallas.paged_attention.key_heads import by_key_head, by_token
+from kernels_pallas.paged_attention.key_heads import by_key_head, by_token, sinks_by_row
 
 MOST_WIDTH = 256
 MOST_TOKENS = 1024  # of a page, of which VMEM holds two
@@ -60,13 +60,14 @@ def paged_attention(
     key_range: KeyRange,
     scale: float,
     soft_cap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
     settings = FlashSettings(scale, soft_cap, 0, None, "mosaic_tpu")
     at_once = max(1, MOST_ENTRIES // table.shape[1])
     parts = [slice(first, first + at_once) for first in range(0, len(query), at_once)]
     attended = [
-        _attended(settings, query[part], key, value, table[part], KeyRange(*(x[part] for x in key_range)))
+        _attended(settings, query[part], key, value, table[part], KeyRange(*(x[part] for x in key_range)), sinks)
         for part in parts
     ]
     return attended[0] if len(attended) == 1 else jnp.concatenate(attended)
@@ -102,7 +103,13 @@ def _layout(R: int, K: int, S: int, H: int, V: int, wide: Any, pages: Any) -> _L
 
 
 def _attended(
-    settings: FlashSettings, query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, key_range: KeyRange
+    settings: FlashSettings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    key_range: KeyRange,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Return the attended values [Q, T, N, V] of sequences whose table fits scalar memory."""
     (Q, T, N, H), (_, K, S, V), M = query.shape, value.shape, table.shape[1]
@@ -119,6 +126,7 @@ def _attended(
     query_QKRH = jnp.pad(by_key_head(query, K).astype(wide), [(0, 0), (0, 0), (0, more), (0, 0)])
     start_QT, end_QT = key_range.start, jnp.minimum(key_range.end, M * S)
     bounds_QR1 = [jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, more)])[:, :, None] for x in (start_QT, end_QT)]
+    sinks_KR1 = [] if sinks is None else [sinks_by_row(sinks, query, K, blocks * rows)[:, :, None] * LOG2_E]
     is_seeing_QT = end_QT > start_QT
     last_Q = jnp.max(jnp.where(is_seeing_QT, end_QT, 0), axis=1)
     first_Q = jnp.maximum(jnp.min(jnp.where(is_seeing_QT, start_QT, last_Q[:, None]), axis=1), 0)
@@ -126,9 +134,8 @@ def _attended(
     before_Q = jnp.cumsum(blocks_Q) - blocks_Q
     scalars = [x.astype(jnp.int32) for x in (table.reshape(-1), first_Q, last_Q, blocks_Q, before_Q)]
 
-    def kernel(
-        table, first, last, count, before, query, start, end, key, value, out, keys, values, arrived, top, total, acc
-    ) -> None:
+    def kernel(table, first, last, count, before, query, start, end, key, value, *refs) -> None:
+        *sink, out, keys, values, arrived, top, total, acc = refs
         own_heads, q = pl.ds(pl.program_id(0) * heads, heads), pl.program_id(2)
 
         def each_copy(q: jax.Array, block: jax.Array, buffer: jax.Array, do: Callable[[Any], None]) -> None:
@@ -148,8 +155,12 @@ def _attended(
         def _() -> None:
             each_copy(q, first[q] // tokens, before[q] % 2, lambda copy: copy.start())
 
-        top[...] = jnp.full_like(top, LOWEST)
-        total[...] = jnp.zeros_like(total)
+        if sink:  # as after one key with this score and no value
+            top[...] = sink[0][...]
+            total[...] = jnp.ones_like(total)
+        else:
+            top[...] = jnp.full_like(top, LOWEST)
+            total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
         begin, stop = start[...], end[...]
 
@@ -198,13 +209,14 @@ def _attended(
         return pl.BlockSpec((None, heads, rows, width), lambda k, b, q, *_: (q, k, b, 0))
 
     bound = pl.BlockSpec((None, rows, 1), lambda k, b, q, *_: (q, b, 0))
+    of_sinks = pl.BlockSpec((heads, rows, 1), lambda k, b, q, *_: (k, b, 0))
     (out_QKRV,) = launch.call(
         kernel,
-        [*scalars, query_QKRH, *bounds_QR1, key, value],
+        [*scalars, query_QKRH, *bounds_QR1, key, value, *sinks_KR1],
         [jax.ShapeDtypeStruct((Q, K, blocks * rows, V), query.dtype)],
         params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary"), vmem),
         grid=(K // heads, blocks, Q),
-        in_specs=[of_rows(H), bound, bound, *[launch.hbm()] * 2],
+        in_specs=[of_rows(H), bound, bound, *[launch.hbm()] * 2, *[of_sinks] * len(sinks_KR1)],
         out_specs=[of_rows(V)],
         scratch=[
             launch.vmem((2, heads, H, tokens), key.dtype),

@@ -16,6 +16,7 @@ def paged_attention(
     key_range: KeyRange,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
 
@@ -23,6 +24,6 @@ def paged_attention(
         (Q, M), (_, K, S, H) = table.shape, pages.shape
         return pages[table].transpose(0, 1, 3, 2, 4).reshape(Q, M * S, K, H)
 
-    return reference.flash_attention(
-        query, gathered(jnp.swapaxes(key, 2, 3)), gathered(value), key_range=key_range, scale=scale, soft_cap=soft_cap
-    )
+    key, value = gathered(jnp.swapaxes(key, 2, 3)), gathered(value)
+    options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    return reference.flash_attention(query, key, value, **options)

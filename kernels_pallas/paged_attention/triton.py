@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation, launch, tuning
 from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.flash_attention.tiles import LOWEST, FlashSettings, dot, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import LOG2_E, LOWEST, FlashSettings, dot, tanh_by_exp2
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head
 
@@ -63,10 +63,11 @@ def paged_attention(
     key_range: KeyRange,
     scale: float,
     soft_cap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
     settings = FlashSettings(scale, soft_cap, 0, None, "triton")
-    return _joined(_sums_of_lanes(settings, query, key, value, table, key_range), query)
+    return _joined(_sums_of_lanes(settings, query, key, value, table, key_range), query, sinks)
 
 
 def _sums_of_lanes(
@@ -161,32 +162,45 @@ def _sums_of_lanes(
     )
 
 
-def _joined(sums: list[jax.Array], query: jax.Array) -> jax.Array:
+def _joined(sums: list[jax.Array], query: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Return the attended values [Q, T, N, V] of the sums of all lanes: always of LANES, empty ones where there are
     fewer."""
     (Q, K, L, R, V), T = sums[-1].shape, query.shape[1]
     G = R // T
+    sinks_KG = [] if sinks is None else [sinks.reshape(K, G)]
     width = pl.next_power_of_2(max(V, TILE))
     sizes = tuning.blocks("paged_attention_join", "triton", (V,), query.dtype, PagedJoinBlocks(4))
 
-    def kernel(largest, total, attended, out) -> None:
+    def kernel(largest, total, attended, *sink_and_out) -> None:
+        *sink, out = sink_and_out
         lane = jax.lax.broadcasted_iota(jnp.int32, (LANES,), 0)
         total = launch.load(total.at[:], lane < L)
         largest = launch.load(largest.at[:], lane < L, LOWEST)
-        weight = jnp.exp2(largest - jnp.max(largest))
+        highest = jnp.max(largest)
+        if sink:
+            score = sink[0][0].astype(jnp.float32) * LOG2_E
+            highest = jnp.maximum(highest, score)
+        weight = jnp.exp2(largest - highest)
         attended = _columns(attended, total > 0, V, width)
         whole = jnp.sum(total * weight)
+        if sink:
+            whole += jnp.exp2(score - highest)
         attended = jnp.sum(attended * weight[:, None], axis=0) / jnp.where(whole == 0, 1.0, whole)
         launch.store(out.at[:], attended, jax.lax.broadcasted_iota(jnp.int32, (width,), 0) < V)
 
     of_row = pl.BlockSpec((None, None, LANES, None), lambda r, k, q: (q, k, 0, r))
     (out_QTKGV,) = launch.call(
         kernel,
-        sums,
+        [*sums, *sinks_KG],
         [jax.ShapeDtypeStruct((Q, T, K, G, V), query.dtype)],
         params=launch.triton(sizes.warps, 1),
         grid=(R, K, Q),
-        in_specs=[of_row, of_row, pl.BlockSpec((None, None, LANES, None, width), lambda r, k, q: (q, k, 0, r, 0))],
+        in_specs=[
+            of_row,
+            of_row,
+            pl.BlockSpec((None, None, LANES, None, width), lambda r, k, q: (q, k, 0, r, 0)),
+            *[pl.BlockSpec((None, 1), lambda r, k, q: (k, r % G)) for _ in sinks_KG],
+        ],
         out_specs=[pl.BlockSpec((None, None, None, None, width), lambda r, k, q: (q, r // G, k, r % G, 0))],
         cost=join_cost(query, V, L),
         name="paged_attention_join",

@@ -30,6 +30,7 @@ def paged_attention(
     key_range: KeyRange,
     scale: float,
     soft_cap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`.
 
@@ -41,7 +42,7 @@ def paged_attention(
     if more := padded_queries(T, G, H, V, S) - T:
         query = jnp.pad(query, [(0, 0), (0, more), (0, 0), (0, 0)])
         key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
-        options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap}
+        options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
         return paged_attention(query, key, value, table, **options)[:, :T]
     key_range = KeyRange(jnp.maximum(key_range.start, 0), jnp.minimum(key_range.end, M * S))
     wide = jnp.promote_types(query.dtype, key.dtype)
@@ -53,7 +54,8 @@ def paged_attention(
         return scores if soft_cap is None else soft_capped(scores, soft_cap)
 
     sums = _of_all_pages if target.platform() == "gpu" else _page_after_page
-    total, attended = sums(query_QKRH, key, value, table, _SeenKeys.of(*key_range), scored)
+    sinks_1K1G = None if sinks is None else sinks.astype(jnp.float32).reshape(1, K, 1, G)
+    total, attended = sums(query_QKRH, key, value, table, _SeenKeys.of(*key_range), scored, sinks_1K1G)
     attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
     return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)
 
@@ -87,7 +89,13 @@ class _SeenKeys(NamedTuple):
 
 
 def _page_after_page(
-    query_QKRH: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, seen: _SeenKeys, scored: Callable
+    query_QKRH: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    seen: _SeenKeys,
+    scored: Callable,
+    sinks_1K1G: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of weights [Q, K, T, G], and of weighted values, of which the columns from V on are zeros."""
     (Q, K, R, _), (*_, S, V), T = query_QKRH.shape, value.shape, seen.start_QT.shape[1]
@@ -109,13 +117,22 @@ def _page_after_page(
         return larger, total * kept + jnp.sum(weights, axis=-1), attended
 
     sizes = Q, K, T, R // T
-    zeros = jnp.full(sizes, _LOWEST), jnp.zeros(sizes), jnp.zeros((*sizes, columns))
-    _, total, attended = jax.lax.fori_loop(0, pages, read, zeros)
+    if sinks_1K1G is None:
+        begins = jnp.full(sizes, _LOWEST), jnp.zeros(sizes)
+    else:  # as after one key with this score and no value
+        begins = jnp.broadcast_to(sinks_1K1G, sizes), jnp.ones(sizes)
+    _, total, attended = jax.lax.fori_loop(0, pages, read, (*begins, jnp.zeros((*sizes, columns))))
     return total, attended
 
 
 def _of_all_pages(
-    query_QKRH: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, seen: _SeenKeys, scored: Callable
+    query_QKRH: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    seen: _SeenKeys,
+    scored: Callable,
+    sinks_1K1G: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what `_page_after_page` does, of all pages of the table, gathered at once.
 
@@ -128,11 +145,17 @@ def _of_all_pages(
     query_PKRH = jnp.broadcast_to(query_QKRH[:, None], (Q, M, K, R, H)).reshape(Q * M, K, R, H)
     scores = every.masked(scored(query_PKRH, key.at[page_P].get(mode="clip")), index_PS)
     scores = scores.reshape(Q, M, *scores.shape[1:])
-    weights = _weights(scores, jnp.max(scores, axis=(1, -1), keepdims=True)[..., 0])
+    largest = jnp.max(scores, axis=(1, -1), keepdims=True)[..., 0]
+    if sinks_1K1G is not None:
+        largest = jnp.maximum(largest, sinks_1K1G[None])
+    weights = _weights(scores, largest)
     value_PKSV = every.values(value.at[page_P].get(mode="clip"), index_PS)
     attended = _product(weights.reshape(Q * M, K, R, S).astype(value.dtype), value_PKSV)
     of_pages = _in_pairs(jnp.moveaxis(weights, -1, 1))  # XLA's sum depends on the number of rows
-    return _in_pairs(of_pages), _in_pairs(attended.reshape(*weights.shape[:-1], -1))
+    total = _in_pairs(of_pages)
+    if sinks_1K1G is not None:
+        total = total + jnp.exp(sinks_1K1G - largest[:, 0])
+    return total, _in_pairs(attended.reshape(*weights.shape[:-1], -1))
 
 
 def _weights(scores: jax.Array, largest: jax.Array) -> jax.Array:

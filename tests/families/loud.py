@@ -37,12 +37,13 @@ def tensor(
 ) -> np.ndarray:
     """Return one float32 tensor of a checkpoint.
 
-    Loud: matrices N(0, 1.5² / fan-in), norm scales N(norm_center, 0.3²), biases N(0, 0.5²), embeddings
+    Loud: matrices N(0, 1.5² / fan-in), norm scales N(norm_center, 0.3²), biases and sinks N(0, 0.5²), embeddings
     N(0, embedding_std²). Quiet: matrices N(0, 0.02²), norm scales norm_center, biases 0, embeddings
     N(0, (0.02 embedding_std)²).
 
     Args:
-        name: The name in the published file. A Linear is stored [out, in], GPT-2's Conv1D [in, out].
+        name: The name in the published file. A Linear is stored [out, in], GPT-2's Conv1D [in, out], and GPT-OSS's
+            experts [experts, in, out].
         shape: The shape in the file.
         variant: "loud" or "quiet".
         norm_center: 0 for the norms that multiply by one plus their scale, otherwise 1.
@@ -50,14 +51,15 @@ def tensor(
     """
     loud = {"loud": True, "quiet": False}[variant]
     draws = normals(f"{name} {list(shape)}", shape)
-    if name.endswith("bias"):
+    if name.endswith(("bias", "sinks")):
         values = 0.5 * loud * draws
     elif "norm" in name or ".ln_" in name:
         values = norm_center + 0.3 * loud * draws
     elif any(part in name.split(".") for part in EMBEDDINGS):
         values = (1.0 if loud else 0.02) * embedding_std * draws
     else:
-        fan_in = shape[0] if name.startswith("transformer.h.") else shape[-1]
+        is_transposed = name.startswith("transformer.h.") or len(shape) == 3
+        fan_in = shape[-2] if is_transposed else shape[-1]
         values = (1.5 / math.sqrt(fan_in) if loud else 0.02) * draws
     return values.astype(np.float32)
 

@@ -68,6 +68,9 @@ def longrope(short: list[float], long: list[float], **settings) -> dict:
     return rope("longrope", short_factor=short, long_factor=long, original_max_position_embeddings=16, **settings)
 
 
+# transformers gives the masks of these no positions: tokens see the documents before their own.
+MIXES_DOCUMENTS = {"gpt_oss"}
+
 # Fixture -> (model_type, settings). One period of the layers and a remainder.
 FAMILIES = {
     "gpt2": (
@@ -199,6 +202,18 @@ FAMILIES = {
     "qwen3_moe": (
         "qwen3_moe",
         common(moe_intermediate_size=28, num_experts=7, num_experts_per_tok=3, mlp_only_layers=[1]),
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        common(
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            num_hidden_layers=4,
+            sliding_window=WINDOW,
+            swiglu_alpha=1.4,
+            swiglu_limit=1.1,
+            rope_parameters=YARN | {"truncate": False},
+        ),
     ),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
 }

@@ -86,12 +86,13 @@ def test_ranges_are_clipped_to_the_keys(name):
     np.testing.assert_allclose(made, expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_depend_on_their_own_sequence_alone_to_the_bit(name):
+@pytest.mark.parametrize(("name", "sinks"), [*((name, False) for name in NAMES), ("xla", True), ("triton", True)])
+def test_rows_depend_on_their_own_sequence_alone_to_the_bit(name, sinks):
     """Compare with each row alone, in other pages, beside longer ones, and beside pages that hold NaN."""
     size = SIZES[name]
     (key, value, query), seen = drawn(3, size=size), ranges(*SEEN, size=size)
-    q, attend = query(3, 2), program(name)
+    options = {"sinks": jnp.linspace(-2.0, 2.0, 3 * K)} if sinks else {}
+    q, attend = query(3, 2), functools.partial(program(name), **options)
     together = np.asarray(attend(q, key, value, TABLE, key_range=seen))
     moved = np.random.default_rng(1).permutation(PAGES)
     where = np.argsort(moved)[np.asarray(TABLE)].astype(np.int32)

@@ -173,7 +173,7 @@ def test_attention_is_counted_with_values_of_their_own_width(platform, kernels, 
     B, T, N, K, H = 2, 64, 4, 2, 32
     shapes = (B, T, N, H), (B, T, K, H), (B, T, K, value_dim), (B, T, N, value_dim)
     *operands, result = (LocalArray(shape, "float32", (False,) * 4) for shape in shapes)
-    options = ("soft_cap", None), ("window", None), ("is_causal", True)
+    options = ("soft_cap", None), ("window", None), ("is_causal", True), ("sinks", False)
     cost = DOORS["attention"].declare(Local(tuple(operands), (result,), options, platform, None, kernels, True, True))
     assert (cost.kernel is not None) == kernels
 

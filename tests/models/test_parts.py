@@ -53,6 +53,7 @@ PARTS = {
         "longrope", original_context_length=4, short_factors=[1.0, 1.1, 1.2, 1.5, 2, 3], long_factors=[1, 2, 3, 4, 5, 6]
     ),
     "scaled": of(embedding_scale=3.0, residual_scale=0.22, logit_scale=0.3, logit_soft_cap=2.0),
+    "sinks": of({"sinks": True, "window": 5}, num_layers=6, pattern=pattern()),
     "norm of heads after rotation": of({"qk_norm": "head_after_rope", "num_kv_heads": 1}),
     "norm of projections": of({"qk_norm": "projection", "qkv_bias": True}, norm_placement="after"),
     "layer norm of projections": of({"qk_norm": "projection", "num_kv_heads": 1}, norm={"kind": "layer"}),
@@ -79,7 +80,7 @@ PARTS = {
 CACHED = [name for name in PARTS if name != "dynamic"]
 
 
-FEW = ["reversed", "yarn", "scaled", "norm of projections", "no positions in global layers"]
+FEW = ["reversed", "yarn", "scaled", "sinks", "norm of projections", "no positions in global layers"]
 
 
 def over(*kept):
@@ -94,7 +95,7 @@ def parts(name):
     draw = np.random.default_rng(1)
 
     def loud(path, leaf):
-        is_vector = path[-1].key.endswith(("scale", "bias"))
+        is_vector = path[-1].key.endswith(("scale", "bias", "sinks"))
         return leaf + draw.uniform(-0.4, 0.6, leaf.shape).astype(np.float32) if is_vector else leaf
 
     parameters = jax.tree_util.tree_map_with_path(loud, model_fixtures.parameters(model))
@@ -172,7 +173,11 @@ def attention(x, p, block):
     seen = np.tri(x.shape[1], dtype=bool)
     seen = seen if block.window is None else seen & ~np.tri(x.shape[1], k=-block.window, dtype=bool)
     scores = np.where(seen, scores, -np.inf)
-    return np.einsum("bnts,bsnh,nhd->btd", model_fixtures.softmax(scores), value, p["output"], optimize=True)
+    if "sinks" in p:
+        sinks = np.broadcast_to(p["sinks"][None, :, None, None], (*scores.shape[:3], 1))
+        scores = np.concatenate([scores, sinks], axis=-1)
+    weights = model_fixtures.softmax(scores)[..., : x.shape[1]]
+    return np.einsum("bnts,bsnh,nhd->btd", weights, value, p["output"], optimize=True)
 
 
 def feed_forward(x, p):

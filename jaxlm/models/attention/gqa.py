@@ -29,6 +29,7 @@ class GroupedQueryAttention(Module):
         self.key_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
         self.value_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
         self.output_bias = param(rngs, (D,), "channels", zeros) if settings.output_bias else None
+        self.sinks = param(rngs, (N,), "heads", normal(std)) if settings.sinks else None
         self.query_norm = self._norm(model, (N, H), "heads head_dim", rngs)
         self.key_norm = self._norm(model, (K, H), "kv_heads head_dim", rngs)
 
@@ -66,7 +67,12 @@ class GroupedQueryAttention(Module):
         cache = cache.update(rows, key=key_BTKH, value=value_BTKH)
         settings = self.settings
         attended_BTNH = attention(
-            query_BTNH, cache.view(), scale=settings.scale, soft_cap=settings.soft_cap, window=settings.window
+            query_BTNH,
+            cache.view(),
+            self.sinks,
+            scale=settings.scale,
+            soft_cap=settings.soft_cap,
+            window=settings.window,
         )
         (output_BTD,) = linear(attended_BTNH, self.output, biases=(self.output_bias,))
         return output_BTD, cache, Auxiliary()

@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import kernels
@@ -45,21 +46,28 @@ def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Arra
     return tuple(checkpoint_name(constrain(x, *axes), name) for x, axes, name in arrays)
 
 
-def _operands(query_BTNH: jax.Array, view: CacheView) -> list[tuple[jax.Array, Any]]:
+def _operands(query_BTNH: jax.Array, view: CacheView, sinks: nnx.Param | None) -> list[tuple[jax.Array | None, Any]]:
     assert view.key_range is not None, "the cache is updated before attention reads it"
     arrays = (query_BTNH, HEADS), (view.arrays["key"], KV_HEADS), (view.arrays["value"], KV_HEADS)
+    arrays = *arrays, (None if sinks is None else sinks[...], HEADS[2:3])
     if isinstance(view.key_range, OneDocumentMask):
         return list(arrays)
     return [*arrays, *((x_BT, HEADS[:2]) for x_BT in view.key_range)]
 
 
 def _signature(
-    query_BTNH: jax.Array, view: CacheView, *, scale: float | None, soft_cap: float | None, window: int | None
+    query_BTNH: jax.Array,
+    view: CacheView,
+    sinks: nnx.Param | None,
+    *,
+    scale: float | None,
+    soft_cap: float | None,
+    window: int | None,
 ) -> Signature:
-    options = {"soft_cap": soft_cap, "window": window, "is_causal": view.is_causal}
+    options = {"soft_cap": soft_cap, "window": window, "is_causal": view.is_causal, "sinks": sinks is not None}
     attended = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], view.arrays["value"].shape[-1]), query_BTNH.dtype)
     # Where it is computed the kernel names it, with its log-sum-exp.
-    return Signature(_operands(query_BTNH, view), [(attended, HEADS)], options, name="attention")
+    return Signature(_operands(query_BTNH, view, sinks), [(attended, HEADS)], options, name="attention")
 
 
 _SOFTMAX = Loop(5.5, 3, 1), Loop(4, 4, 2)
@@ -84,7 +92,8 @@ def _declare(local: Local) -> DoorCost:
     query, key, value = local.operands[:3]
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     sizes = _Sizes(B, T, S, K, N // K, H, value.shape[-1])
-    use = _KernelUse(local.platform, local.device_kind, local.training, local.deterministic, query.dtype)
+    has_sinks = local.options["sinks"]
+    use = _KernelUse(local.platform, local.device_kind, local.training, local.deterministic, query.dtype, has_sinks)
     trained = [operand.is_trained for operand in local.operands[:3]]
     wanted = Gradients(trained[0], trained[1] or trained[2])
     kernel = _kernel(use, sizes, wanted) if local.kernels else None
@@ -180,20 +189,21 @@ class _Kernel(NamedTuple):
 
 
 class _KernelUse(NamedTuple):
-    """A call's chip, direction, promise and dtype, by which its kernel is chosen."""
+    """A call's chip, direction, promise, dtype, and whether it has sinks, by which its kernel is chosen."""
 
     platform: str
     device_kind: str | None
     training: bool
     deterministic: bool
     dtype: str
+    sinks: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(use: _KernelUse, sizes: _Sizes, wanted: Gradients) -> _Kernel | None:
     """Return the kernel that runs on a chip; None if XLA computes instead: with few queries, or with a head dim that no
     kernel of the chip takes."""
-    platform, device_kind, training, deterministic, dtype = use
+    platform, device_kind, training, deterministic, dtype, has_sinks = use
     if platform == "cpu":
         return None
     B, T, S, K, G, H, V = sizes
@@ -201,7 +211,9 @@ def _kernel(use: _KernelUse, sizes: _Sizes, wanted: Gradients) -> _Kernel | None
     query, key, value = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     mask = (jax.ShapeDtypeStruct((B, T), "int32"),) * 2  # known only at run time
     chip = target.of_kind(platform, device_kind) if device_kind else target.any_of(platform)
-    name = kernel_of(chip, query, key, value, training=training, key_range=mask, deterministic=deterministic)
+    options = {"training": training, "key_range": mask, "deterministic": deterministic}
+    sinks = jax.ShapeDtypeStruct((K * G,), dtype) if has_sinks else None
+    name = kernel_of(chip, query, key, value, sinks=sinks, **options)
     if name is None:
         return None
     is_one = has_one_backward_kernel(name, query, key, value)
@@ -212,6 +224,7 @@ def _kernel(use: _KernelUse, sizes: _Sizes, wanted: Gradients) -> _Kernel | None
 def attention(
     query_BTNH: jax.Array,
     view: CacheView | PagedView,
+    sinks: nnx.Param | None = None,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -221,26 +234,33 @@ def attention(
 
     Args:
       view: has a `key` and a `value`, [B, S, K, H], or pages of them.
+      sinks: [N], a score of each head that has no value.
       window: the most keys that a token sees, which the key range of the view holds already; for recordings.
     """
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
     if isinstance(view, PagedView):
-        return paged_attention(query_BTNH, view, **options)
-    return _attention(query_BTNH, view, **options)
+        return paged_attention(query_BTNH, view, sinks, **options)
+    return _attention(query_BTNH, view, sinks, **options)
 
 
 @door(_signature, _declare, name="attention", pinned=True)
 def _attention(
-    query_BTNH: jax.Array, view: CacheView, *, scale: float | None, soft_cap: float | None, window: int | None
+    query_BTNH: jax.Array,
+    view: CacheView,
+    sinks: nnx.Param | None,
+    *,
+    scale: float | None,
+    soft_cap: float | None,
+    window: int | None,
 ) -> jax.Array:
     """Return attention over whole slots (`kernels_pallas.flash_attention`)."""
 
     known = view.key_range if isinstance(view.key_range, OneDocumentMask) else None
 
-    def operation(query: Any, key: Any, value: Any, *traced: Any, **options: Any) -> Any:
+    def operation(query: Any, key: Any, value: Any, sinks: Any, *traced: Any, **options: Any) -> Any:
         key_range = traced if known is None else (known.start, known.end)
-        return flash_attention(query, key, value, key_range=key_range, **options)
+        return flash_attention(query, key, value, key_range=key_range, sinks=sinks, **options)
 
     options = {"is_causal": view.is_causal, "scale": scale, "soft_cap": soft_cap}
     options["deterministic"] = kernels.deterministic()
-    return kernels.run(operation, *_operands(query_BTNH, view), **options)
+    return kernels.run(operation, *_operands(query_BTNH, view, sinks), **options)

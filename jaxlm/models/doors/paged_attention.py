@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxlm.models import kernels
 from jaxlm.models.doors.cost import (
@@ -39,11 +40,18 @@ def _pages(view: PagedView) -> tuple[jax.Array, jax.Array]:
 
 
 def _signature(
-    query_R1NH: jax.Array, view: PagedView, *, scale: float | None, soft_cap: float | None, window: int | None
+    query_R1NH: jax.Array,
+    view: PagedView,
+    sinks: nnx.Param | None,
+    *,
+    scale: float | None,
+    soft_cap: float | None,
+    window: int | None,
 ) -> Signature:
     key, value = _pages(view)
     attended_R1NV = jax.ShapeDtypeStruct((*query_R1NH.shape[:3], value.shape[-1]), query_R1NH.dtype)
-    operands = [(query_R1NH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES)]
+    of_sinks = None if sinks is None else sinks[...], HEADS[2:3]
+    operands = [(query_R1NH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES), of_sinks]
     return Signature(operands, [(attended_R1NV, HEADS)], {"soft_cap": soft_cap, "window": window})
 
 
@@ -145,13 +153,19 @@ def _unpadded_products(local: Local, reads: UnpaddedReads) -> Iterator[DoorProdu
     yield DoorProduct(Product(*pv), 0, scope="pv", visible=visible)
 
 
-def _attend(query: Any, key: Any, value: Any, table: Any, start: Any, end: Any, **options: Any) -> jax.Array:
-    return attend(query, key, value, table, key_range=KeyRange(start, end), **options)
+def _attend(query: Any, key: Any, value: Any, table: Any, sinks: Any, *key_range: Any, **options: Any) -> jax.Array:
+    return attend(query, key, value, table, sinks=sinks, key_range=KeyRange(*key_range), **options)
 
 
 @door(_signature, _declare, pinned=True)
 def paged_attention(
-    query_R1NH: jax.Array, view: PagedView, *, scale: float | None, soft_cap: float | None, window: int | None
+    query_R1NH: jax.Array,
+    view: PagedView,
+    sinks: nnx.Param | None,
+    *,
+    scale: float | None,
+    soft_cap: float | None,
+    window: int | None,
 ) -> jax.Array:
     """Return the attention of the rows of an engine's step, section after section, [R, 1, N, V]
     (`kernels_pallas.paged_attention`).
@@ -166,6 +180,7 @@ def paged_attention(
         query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
         start_QT, end_QT = (x_R1[part].reshape(Q, rows) for x_R1 in view.key_range)
         operands = (query_QTNH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES), (table_QM, TABLE)
+        operands = *operands, (None if sinks is None else sinks[...], HEADS[2:3])
         ranges = (start_QT, HEADS[:2]), (end_QT, HEADS[:2])
         with jax.named_scope(costs.loop_name(rows, window)):
             attended_QTNV = kernels.run(_attend, *operands, *ranges, scale=scale, soft_cap=soft_cap)

@@ -22,6 +22,8 @@ from jaxlm.models.kernels import using_kernels
 from jaxlm.parallel.layout import AXES
 from jaxlm.parallel.partition import using_rules
 from jaxlm.parallel.rules import ENGINE
+from kernels_pallas.grouped_matmul import xla
+from kernels_pallas.grouped_matmul.visits import most_tiles
 
 CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
 
@@ -68,8 +70,25 @@ def _programs(work: Workload) -> tuple[EnginePrograms, CacheSize]:
     return programs, CacheSize(work.sequence, tuple(1 + work.batch * n for n in pages))
 
 
+def _most_tiles(work: Workload, shape: StepShape) -> dict[str, int]:
+    """Return the most trips of the loops over the rows of experts in a step, by their scope."""
+    trips = {}
+    for layer in work.model.layers:
+        if (mixture := layer.feed_forward).kind == "mixture":
+            rows = shape.rows * mixture.experts_per_token
+            tile = xla.tile_rows(rows, mixture.num_experts)
+            trips[xla.loop_name(tile)] = most_tiles(rows, mixture.num_experts, tile)
+    return trips
+
+
+def shapes(work: Workload) -> list[StepShape]:
+    """Return the shape of each step of a workload."""
+    return [shape for shape, _ in batches(work, *_programs(work))]
+
+
 def costs(work: Workload) -> list[JaxprCost]:
-    """Return the cost of each step of a workload on one device of its platform."""
+    """Return the cost of each step of a workload on one device of its platform, with as many tiles of experts' rows as
+    there may be."""
     programs, cache = _programs(work)
     pages = jax.eval_shape(programs.pages(cache))
     ids, valid = jax.ShapeDtypeStruct((work.batch + 1,), jnp.int32), np.ones(work.model.vocab_size, bool)
@@ -82,6 +101,7 @@ def costs(work: Workload) -> list[JaxprCost]:
                 ),
                 programs.abstract_parameters(),
                 *(pages, ids, batch, valid),
+                trips=_most_tiles(work, shape),
             )
             for shape, batch in batches(work, programs, cache)
         ]

@@ -307,6 +307,15 @@ class MixtureFeedForwardConfig(LayerConfig):
                 f"{key}.router.epsilon = {self.router.epsilon:g} is added to a sum that nothing is divided by; leave "
                 "it out"
             )
+        if not self.router.normalise and self.router.scores == "softmax_of_chosen":
+            raise ValueError(
+                f"{key}.router.normalise = false with scores = 'softmax_of_chosen', whose sum is 1; leave it out"
+            )
+        if self.gate_slope is not None and self.activation != "silu":
+            raise ValueError(
+                f"{key}.gate_slope = {self.gate_slope:g} takes the place of an activation; leave out activation = "
+                f"{self.activation!r}"
+            )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"{key}.experts_per_token = {self.experts_per_token} is more than {key}.num_experts = "

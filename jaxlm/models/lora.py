@@ -13,23 +13,24 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.parameters import AdaptedMatrix, Module, stack
 from jaxlm.models.transformer import Transformer
 
+_ALL = "*"  # all matrices that may have adapters
 _SHOWN = 4  # paths in a message
 _Changed = TypeVar("_Changed", bound=Module)
 
 
 def targets(
-    settings: LoraConfig, matrices: Sequence[str], experts: Iterable[str], others: Iterable[str]
+    settings: LoraConfig, matrices: Sequence[str], mixtures: Iterable[str], others: Iterable[str]
 ) -> tuple[str, ...]:
     """Return the matrices that have adapters, of the paths of a model's matrices.
 
-    Raises InputError for a pattern that matches none of them, or one of the matrices of `experts`; `others` are the
-    paths of other parameters.
+    Raises InputError for a pattern that matches none of them, or, unless it is "*", one of `mixtures`: the matrices of
+    experts and routers. `others` are the paths of other parameters.
     """
     for i, pattern in enumerate(settings.targets):
-        if of_experts := [path for path in experts if fnmatchcase(path, pattern)]:
+        if pattern != _ALL and (refused := [path for path in mixtures if fnmatchcase(path, pattern)]):
             raise InputError(
-                f"lora.targets[{i}] = {pattern!r}: {of_experts[0]} is of experts, which have no adapters; take "
-                f"patterns of other matrices, such as {', '.join(matrices[:_SHOWN])}"
+                f"lora.targets[{i}] = {pattern!r}: {refused[0]} is of experts or their router, which have no adapters; "
+                f"take patterns of other matrices, such as {', '.join(matrices[:_SHOWN])}"
             )
         if any(fnmatchcase(path, pattern) for path in matrices):
             continue

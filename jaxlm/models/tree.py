@@ -109,6 +109,11 @@ class Dimensions:
         return any(self.axes[i] == "experts" for i in self.stack)
 
     @property
+    def of_mixture(self) -> bool:
+        """Return whether it is of experts, or of the router that chooses them."""
+        return self.of_experts or "routes" in self.axes
+
+    @property
     def by_outputs(self) -> bool:
         """Return whether it is a matrix whose outputs stand before its inputs."""
         return bool(self.inputs) and bool(self.outputs) and self.outputs[0] < self.inputs[0]
@@ -167,9 +172,9 @@ def targets(model: ModelConfig, adapted: LoraConfig) -> tuple[str, ...]:
 
 def _targets(module: Transformer, adapted: LoraConfig) -> tuple[str, ...]:
     declared = paths(dimensions(nnx.state(module)))
-    matrices = [path for path, d in declared.items() if d.projection and not d.of_experts]
-    experts = [path for path, d in declared.items() if d.projection and d.of_experts]
-    return lora.targets(adapted, matrices, experts, [p for p in declared if p not in (*matrices, *experts)])
+    matrices = [path for path, d in declared.items() if d.projection and not d.of_mixture]
+    mixtures = [path for path, d in declared.items() if d.projection and d.of_mixture]
+    return lora.targets(adapted, matrices, mixtures, [p for p in declared if p not in (*matrices, *mixtures)])
 
 
 def trained(tree: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -23,8 +23,14 @@ class Visits(NamedTuple):
 
 
 def most_visits(rows: int, groups: int, tile: int) -> int:
-    """Return the most tiles that so many groups of these rows together need."""
+    """Return the most tiles that so many groups of these rows together need, where tiles lie at multiples."""
     return -(-rows // tile) + groups - 1
+
+
+def most_tiles(rows: int, groups: int, tile: int) -> int:
+    """Return the most tiles that so many groups of these rows together need, where those of a group begin with it."""
+    groups = min(rows, groups)
+    return (rows + groups * (tile - 1)) // tile
 
 
 def of_groups(sizes: jax.Array, rows: int, tile: int, aligned: bool) -> Visits:

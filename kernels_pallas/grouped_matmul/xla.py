@@ -18,6 +18,11 @@ def tile_rows(rows: int, groups: int) -> int:
     return 2 if each < 4 else 32 if each < 64 else 64 if each < 256 else 128
 
 
+def loop_name(tile: int) -> str:
+    """Return the scope in a program of the loop over tiles of so many rows, whose number sizes decide."""
+    return f"tiles_of_{tile}_rows"
+
+
 def product(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool, tile: int) -> jax.Array:
     """Return x · matrix of each row's group, [R, N] in x's dtype; zeros past the last group."""
     R, (wide, walk) = x.shape[0], _walk(x, sizes, tile)
@@ -33,7 +38,8 @@ def product(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: 
 
     N = matrices.shape[1 if transposed else 2]
     begins = jnp.zeros_like(padded, shape=(R + tile, N))
-    y = jax.lax.fori_loop(0, walk.count, one, begins)[:R]
+    with jax.named_scope(loop_name(tile)):
+        y = jax.lax.fori_loop(0, walk.count, one, begins)[:R]
     return jnp.where(jnp.arange(R)[:, None] < walk.end[-1], y, 0)
 
 
@@ -55,7 +61,8 @@ def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, tile: int) 
         return jax.lax.dynamic_update_index_in_dim(sums, total, group, 0)
 
     begins = jnp.zeros_like(padded_x, shape=(len(sizes), x.shape[1], y.shape[1]), dtype=wide)
-    return jax.lax.fori_loop(0, walk.count, one, begins).astype(x.dtype)
+    with jax.named_scope(loop_name(tile)):
+        return jax.lax.fori_loop(0, walk.count, one, begins).astype(x.dtype)
 
 
 def _walk(x: jax.Array, sizes: jax.Array, tile: int) -> tuple[np.dtype, visits.Visits]:

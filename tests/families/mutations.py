@@ -17,7 +17,7 @@ _OTHERS = {
     "norm.kind": {"rms": "layer", "layer": "rms"},
     "position.kind": {"rope": "none", "learned": "none", "none": "rope"},
     "feed_forward.activation": {"silu": "gelu", "gelu_tanh": "gelu", "gelu": "gelu_tanh", "relu_squared": "relu"},
-    "feed_forward.router.scores": {"softmax": "sigmoid", "sigmoid": "softmax", "softmax_of_chosen": "softmax"},
+    "feed_forward.router.scores": {"softmax": "sigmoid", "sigmoid": "softmax", "softmax_of_chosen": "sigmoid"},
     "feed_forward.shared.gate": {"sigmoid": "none"},
     "norm_placement": {"before": "both", "after": "before", "both": "before"},
     "residual": {"sequential": "parallel", "parallel": "sequential", "parallel_shared_norm": "sequential"},

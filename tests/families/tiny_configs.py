@@ -208,7 +208,7 @@ FAMILIES = {
         common(
             num_local_experts=6,
             num_experts_per_tok=3,
-            num_hidden_layers=4,
+            num_hidden_layers=5,
             sliding_window=WINDOW,
             swiglu_alpha=1.4,
             swiglu_limit=1.1,

@@ -201,9 +201,12 @@ def test_state_counts_as_no_parameter():
 
 
 def test_adapters_of_experts_are_refused():
-    with pytest.raises(InputError, match=r"targets\[0\] = '\*': layers/.*/down is of experts, which have no adapters"):
-        tree.targets(model(), LoraConfig(rank=2))
-    assert tree.targets(model(), LoraConfig(rank=2, targets=("*attention/*",)))
+    for name in ("down", "router"):
+        said = rf"targets\[0\] = '\*/{name}': layers/.*/{name} is of experts or their router, which have no adapters"
+        with pytest.raises(InputError, match=said):
+            tree.targets(model(), LoraConfig(rank=2, targets=(f"*/{name}",)))
+    attention = tree.targets(model(), LoraConfig(rank=2, targets=("*attention/*",)))
+    assert attention == tree.targets(model(), LoraConfig(rank=2))  # all that may have adapters
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])

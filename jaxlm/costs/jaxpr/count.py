@@ -26,7 +26,7 @@ backward pass, and otherwise `forward`. An optimizer is `forward` too; its scope
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,11 +40,13 @@ from jaxlm.costs.jaxpr import primitives
 from jaxlm.costs.jaxpr.cost import JaxprCost, Phase, Row
 from jaxlm.costs.jaxpr.values import Values, called_jaxpr
 
+# Iterations of loops whose number a program does not state: of all, or by the name or path of a scope.
+Trips = int | Mapping[str, int] | None
 # The scope that jax.checkpoint adds around recomputed work.
 _AGAIN = "rematted_computation"
 
 
-def count(fn: Callable, *args: Any, trips: int | None = None, platform: str | None = None, **kwargs: Any) -> JaxprCost:
+def count(fn: Callable, *args: Any, trips: Trips = None, platform: str | None = None, **kwargs: Any) -> JaxprCost:
     """Count the cost of fn(*args, **kwargs).
 
     Args:
@@ -52,7 +54,8 @@ def count(fn: Callable, *args: Any, trips: int | None = None, platform: str | No
         meshes of absent devices.
       args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`. The numbers of NumPy arrays are known where loops and
         branches depend on them.
-      trips: iterations of each `while` loop whose number the program does not state.
+      trips: iterations of each `while` loop whose number the program does not state, or of those in a scope by its
+        name or path, of which the longest is taken.
       platform: "cpu", "gpu" or "tpu", whose branch of `jax.lax.platform_dependent` is counted; None counts the dearest
         branch.
 
@@ -66,7 +69,7 @@ def count(fn: Callable, *args: Any, trips: int | None = None, platform: str | No
 
 def count_jaxpr(
     jaxpr: Jaxpr,
-    trips: int | None = None,
+    trips: Trips = None,
     name: str = "total",
     arguments: Sequence[Any] = (),
     platform: str | None = None,
@@ -96,7 +99,7 @@ def phase_of(eqn: JaxprEqn, around: Phase) -> Phase:
 class _Place(NamedTuple):
     """The position of an equation in the program, and how often it runs there."""
 
-    trips: int | None
+    trips: Trips
     platform: str | None
     scope: tuple[str, ...] = ()
     phase: Phase = "forward"
@@ -110,6 +113,15 @@ class _Place(NamedTuple):
             if not isinstance(element, Transform) and element.name != _AGAIN:
                 scope += tuple(filter(None, element.name.split("/")))
         return self._replace(scope=scope, phase=phase_of(eqn, self.phase))
+
+    @property
+    def given_trips(self) -> int | None:
+        """The iterations that the caller gives for a loop here."""
+        if self.trips is None or isinstance(self.trips, int):
+            return self.trips
+        path = f"/{'/'.join(self.scope)}/"
+        names = [name for name in self.trips if f"/{name}/" in path]
+        return self.trips[max(names, key=len)] if names else None
 
     def times(self, n: int) -> "_Place":
         return self._replace(runs=self.runs * n)
@@ -187,7 +199,7 @@ def _parts(eqn: JaxprEqn, place: _Place, values: Values) -> list[tuple[Any, _Pla
             return [(body, place.times(parameters["length"]), _first(eqn.invars, constants, body))]
         case "while":
             n = _iterations(eqn, values)
-            n = place.trips if n is None else n
+            n = place.given_trips if n is None else n
             if n is None:
                 raise ValueError(
                     f"the program does not say how often its while loop in scope {'/'.join(place.scope) or '(none)'} "

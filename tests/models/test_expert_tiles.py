@@ -1,0 +1,86 @@
+"""A mixture's FLOPs, counted and in jaxprs: of the most tiles that there may be, and of a measured load."""
+
+import engine_jaxprs
+import expert_tiles
+import jax
+import model_fixtures
+import numpy as np
+import pytest
+from workload_fixtures import sections_of, workload
+
+from jaxlm.costs.counted import operations
+from jaxlm.costs.jaxpr.count import count
+from jaxlm.training.step import TrainStep
+from kernels_pallas.grouped_matmul import visits, xla
+
+BATCH, TOKENS, CHOSEN, EXPERTS = 3, 41, 3, 8
+ROWS = BATCH * TOKENS * CHOSEN
+TILE = xla.tile_rows(ROWS, EXPERTS)
+
+
+def mixture(layers):
+    """Return a model of a dense layer and mixtures."""
+    return model_fixtures.model(model_fixtures.MIXTURE, num_layers=layers, context_length=64)
+
+
+def step(model, **changes):
+    """Return a training step of a model, and its workload."""
+    work = workload("train", model, BATCH, TOKENS, dtype="float32", kernels="xla", **changes)
+    return TrainStep(model, *sections_of(work), work.optimizer), work
+
+
+def batch():
+    ids = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (BATCH, TOKENS), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), ids.shape)
+    return {"tokens": ids, "targets": ids, "segments": np.ones_like(ids), "positions": positions}
+
+
+@pytest.mark.parametrize("remat", ["none", "full", ("up",)], ids=str)
+def test_a_training_step_has_the_counted_flops_of_the_most_tiles(remat):
+    steps, work = step(mixture(3), remat=remat)
+    most = visits.most_tiles(ROWS, EXPERTS, TILE)
+    found = count(steps.train, jax.eval_shape(steps.init), batch(), trips={xla.loop_name(TILE): most})
+    assert found.matmul_flops == expert_tiles.executed(operations.step(work), work.model, {ROWS})
+    with pytest.raises(ValueError, match="does not say how often its while loop in scope .*tiles_of"):
+        count(steps.train, jax.eval_shape(steps.init), batch(), trips={"pages": most})
+
+
+def test_a_training_step_has_the_counted_flops_of_a_measured_load(monkeypatch):
+    """The tiles are those that a step walks over."""
+    steps, work = step(mixture(2))
+    measured, of_groups = [], visits.of_groups
+
+    def watched(*arguments, **options):
+        walk = of_groups(*arguments, **options)
+        jax.debug.callback(lambda tiles: measured.append(int(tiles)), walk.count)
+        return walk
+
+    monkeypatch.setattr(visits, "of_groups", watched)
+    jax.clear_caches()  # of operations that another test has traced
+    jax.block_until_ready(jax.jit(steps.train)(steps.init(), batch()))
+    jax.effects_barrier()
+    (tiles,) = set(measured)
+    assert -(-ROWS // TILE) <= tiles < visits.most_tiles(ROWS, EXPERTS, TILE)
+    monkeypatch.undo()
+    jax.clear_caches()
+    found = count(steps.train, jax.eval_shape(steps.init), batch(), trips={xla.loop_name(TILE): tiles})
+    assert found.matmul_flops == expert_tiles.executed(operations.step(work), work.model, {ROWS}, tiles)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_an_engine_s_steps_have_the_counted_flops_of_the_most_tiles(kind):
+    model = mixture(3)
+    work = workload(kind, model, 3, 64, dtype="float32", kernels="xla", page=32, chunk_tokens=64)
+    found = sum(each.matmul_flops for each in engine_jaxprs.costs(work))
+    rows = {CHOSEN * shape.rows for shape in engine_jaxprs.shapes(work)}
+    assert found == expert_tiles.executed(operations.step(work), model, rows)
+
+
+@pytest.mark.parametrize("rows, groups, tile", [(0, 4, 8), (3, 4, 8), (4, 4, 8), (11, 4, 8), (100, 7, 32), (5, 1, 2)])
+def test_no_sizes_need_more_tiles_than_the_most(rows, groups, tile):
+    draw = np.random.default_rng(0)
+    sizes = draw.multinomial(rows, draw.dirichlet(np.ones(groups), 300).mean(0), 300)
+    worst = np.array([1] * min(rows, groups) + [0] * (groups - min(rows, groups)))
+    worst[0] += (rows - worst.sum()) // tile * tile
+    needed = [sum(-(-size // tile) for size in each) for each in (*sizes, worst)]
+    assert max(needed[:-1]) <= needed[-1] == visits.most_tiles(rows, groups, tile)

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
-from jaxlm.costs.counted.flops import napkin_flops
+from jaxlm.costs.counted.flops import active_share, napkin_flops
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
 
@@ -17,7 +17,8 @@ class Napkin(NamedTuple):
 
     `flops`: over the whole job. `memory_bytes`: on one device, 16 per parameter in training, and the size of the dtype
     in inference and for parameters that adapters leave untrained. `step_s`: the FLOPs at the chips' peak, or in
-    decoding one read of `memory_bytes` at the memory bandwidth; None if the chips or their peak are unknown.
+    decoding one read of `memory_bytes` at the memory bandwidth, of experts those that the tokens may be expected to
+    choose; None if the chips or their peak are unknown.
     """
 
     flops: int
@@ -30,15 +31,18 @@ def napkin(work: Workload, target: Target | None) -> Napkin:
     and biases, which are small, as if each mesh axis that shards some parameter sharded them too."""
     each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
     shards = work.layout.over(work.rules.of_parameters)
-    stored = 0  # on so many devices together
+    stored, unread = 0, 0.0  # on so many devices together
     for path, d in work.parameters.items():
         numbers = shards * work.stored(d.axes, d.shape) if d.inputs else math.prod(d.shape)
         stored += numbers * (work.itemsize if path in work.base else each)
+        if work.kind == "decode" and d.of_experts:
+            unread += numbers * each * float(1 - active_share(work, path)) ** work.slots
     flops, size = napkin_flops(work), stored // shards
     if target is None:
         return Napkin(flops, None, size)
     if work.kind == "decode":
-        return Napkin(flops, size * target.chip.devices_per_chip / target.chip.memory_bytes_per_s, size)
+        read = (stored - unread) / shards
+        return Napkin(flops, read * target.chip.devices_per_chip / target.chip.memory_bytes_per_s, size)
     try:
         return Napkin(flops, flops / (target.chips * target.chip.peak(work.dtype)), size)
     except InputError:  # the chip has no published peak

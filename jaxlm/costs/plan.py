@@ -191,7 +191,9 @@ def parameter_counts(work: Workload) -> dict[str, int]:
     counts["embedding"] = tables
     if state := sum(math.prod(d.shape) for d in work.parameters.values() if d.is_state):
         counts["state"] = state
-    return counts | ({"trainable": total - sum(sizes[path] for path in work.frozen)} if work.kind == "train" else {})
+    if work.kind == "train":
+        counts["trainable"] = total - sum(sizes.get(path, 0) for path in work.frozen)
+    return counts
 
 
 def mfu(flops: float, seconds: float, chip: Chip, chips: int, dtype: str) -> float:

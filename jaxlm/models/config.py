@@ -281,19 +281,6 @@ class MixtureFeedForwardConfig(LayerConfig):
         width = -(-8 * d_model // (3 * chosen * _TILE)) * _TILE if is_gated else -(-4 * d_model // chosen)
         return {"d_ff": width, **table}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_bias_rate(cls, values: Any) -> Any:
-        """Write the default that depends on another table."""
-        if not isinstance(values, dict) or not all(
-            isinstance(values.get(key, {}), dict) for key in ("router", "balance")
-        ):
-            return values
-        balance = values.get("balance", {})
-        if not values.get("router", {}).get("selection_bias") or balance.get("bias_rate") is not None:
-            return values
-        return {**values, "balance": {**balance, "bias_rate": _BIAS_RATE}}
-
     @model_validator(mode="after")
     def _consistent(self):
         key = "model.feed_forward"
@@ -306,6 +293,11 @@ class MixtureFeedForwardConfig(LayerConfig):
             raise ValueError(
                 f"{key}.router.epsilon = {self.router.epsilon:g} is added to a sum that nothing is divided by; leave "
                 "it out"
+            )
+        if self.router.selection_bias and self.router.scores == "softmax_of_chosen":
+            raise ValueError(
+                f"{key}.router.selection_bias is added to scores of all experts, and scores = 'softmax_of_chosen' has "
+                "none; take 'softmax' or 'sigmoid'"
             )
         if not self.router.normalise and self.router.scores == "softmax_of_chosen":
             raise ValueError(
@@ -340,6 +332,12 @@ class MixtureFeedForwardConfig(LayerConfig):
             if groups.score == "top2_sum" and size < 2:
                 raise ValueError(f'{key}.router.groups.score = "top2_sum" needs groups of two experts or more')
         return self
+
+    @property
+    def bias_rate(self) -> float:
+        """The step by which an update moves the selection bias; 0 if nothing moves it."""
+        rate = self.balance.bias_rate
+        return (_BIAS_RATE if rate is None else rate) if self.router.selection_bias else 0.0
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -481,6 +479,9 @@ class ModelConfig(BlockConfig):
         filled = {**values, "attention": attention, "feed_forward": feed_forward}
         if isinstance(feed_forward, dict) and isinstance(width, int):
             filled["feed_forward"] = _with_own_sizes(FEED_FORWARDS, feed_forward, width)
+            if isinstance(pattern, list | tuple):
+                pattern = tuple(_with_sizes_of_kind(entry, feed_forward, width) for entry in pattern)
+                filled["pattern"] = pattern
         if not isinstance(attention, dict):
             return filled
         filled["attention"] = _with_head_dim(attention, width, "model.attention")
@@ -509,7 +510,13 @@ class ModelConfig(BlockConfig):
                 f"model.pattern[{len(names) - 1}] is left no layers: those before it are all of model.num_layers = "
                 f"{self.num_layers}; leave it out"
             )
-        _ = self.layers  # the merged blocks are valid
+        layers = [layer.feed_forward for layer in self.layers]  # the merged blocks are valid
+        biased = {f.num_experts for f in layers if isinstance(f, MixtureFeedForwardConfig) and f.router.selection_bias}
+        if len(biased) > 1:
+            raise ValueError(
+                f"model.pattern has layers of {' and of '.join(map(str, sorted(biased)))} experts with "
+                "router.selection_bias; give these as many experts, or no bias"
+            )
         return self
 
     @cached_property
@@ -585,6 +592,16 @@ def _with_head_dim(attention: dict[str, Any], width: Any, key: str) -> dict[str,
             )
         return {**attention, "head_dim": width // heads}
     return attention
+
+
+def _with_sizes_of_kind(entry: Any, base: dict[str, Any], width: int) -> Any:
+    """Return an entry of a pattern with the sizes of its feed-forward layer, if that is of another kind than the
+    model's."""
+    patch = entry.get("feed_forward") if isinstance(entry, dict) else None
+    default = kind_of(next(iter(FEED_FORWARDS)))
+    if not isinstance(patch, dict) or patch.get("kind", base.get("kind", default)) == base.get("kind", default):
+        return entry
+    return {**entry, "feed_forward": _with_own_sizes(FEED_FORWARDS, patch, width)}
 
 
 def _with_own_heads(entry: Any, base: dict[str, Any], width: Any, index: int) -> Any:

@@ -41,6 +41,17 @@ def rules(settings: OptimizerConfig, tree: nnx.State) -> Tree:
     return jax.tree_util.tree_map_with_path(rule, dimensions)
 
 
+def state_scales(settings: OptimizerConfig, tree: nnx.State) -> dict[str, float]:
+    """Return by path what multiplies the steps by which state is moved: the `learning_rate_scale` of its group."""
+    dimensions = model_tree.paths(model_tree.dimensions(tree))
+    group_of = _assign(settings.groups, list(dimensions))
+    return {
+        path: group_of[path].learning_rate_scale if path in group_of else 1.0
+        for path, d in dimensions.items()
+        if d.is_state
+    }
+
+
 def frozen(groups: tuple[ParameterGroupConfig, ...], paths: list[str]) -> frozenset[str]:
     """Return the paths of the frozen parameters of a model. Raises InputError as `rules` does."""
     return frozenset(path for path, group in _assign(groups, paths).items() if not group.learning_rate_scale)

@@ -35,6 +35,7 @@ from jaxlm.training.config import (
     RunConfig,
     TrainingConfig,
 )
+from jaxlm.training.groups import state_scales
 from jaxlm.training.objectives import (
     Batch,
     DirectPreference,
@@ -61,6 +62,16 @@ class TrainState(NamedTuple):
     average: Tree | None  # of the parameters, float32; None without `training.ema_decay`
     # What adapters adapt and what is beside it, in the dtype of the computation: it stays, and no checkpoint holds it.
     base: Tree
+
+
+class _Scales(NamedTuple):
+    """Factors of the sums of a microbatch in the means over the whole batch, [] float32.
+
+    `of_sums`: one over what the objective counts in the batch. `per_token`: what it counts for each token of the batch.
+    """
+
+    of_sums: jax.Array
+    per_token: jax.Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +133,12 @@ class TrainStep:
         dropout: Dropout,
         objective: Objective | None = None,
         one_document: bool = False,
+        per_token: jax.Array | float = 1.0,
     ) -> Auxiliary:
-        """Return the terms of the objective, or of another, and statistics, each summed over what it counts.
+        """Return the terms of the objective, or of another, and statistics, each summed over what the objective counts.
 
-        `one_document`: each row is a piece of one document.
+        `one_document`: each row is a piece of one document. `per_token`: what the objective counts for each token of
+        the whole batch, since terms of layers are means over tokens.
         """
         objective = objective or self.objective
         module = nnx.merge(self._graph, parameters)
@@ -139,7 +152,7 @@ class TrainStep:
             execution=self.execution,
             padding_BT=batch["segments"] == 0,
         )
-        count = objective.count(batch).astype(jnp.float32)
+        count = per_token * jnp.sum(batch["segments"] != 0).astype(jnp.float32)
         losses = {name: count * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
         statistics = {name: count * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
         return objective.sums(module, hidden, batch) | Auxiliary(losses, statistics, of_layers.counts)
@@ -149,15 +162,19 @@ class TrainStep:
         number of targets."""
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
         targets = jnp.sum(batch["segments"] > 0)
-        scale = 1.0 / jnp.maximum(self.objective.count(batch), 1).astype(jnp.float32)
+        counted, tokens = (
+            jnp.maximum(n, 1).astype(jnp.float32)
+            for n in (self.objective.count(batch), jnp.sum(batch["segments"] != 0))
+        )
+        scales = _Scales(1.0 / counted, counted / tokens)
         weights = self._weights(state), state.base
 
         if self.training.microbatches == 1:
-            terms, grads = self._microbatch_gradients(weights, batch, scale, key, 0)
+            terms, grads = self._microbatch_gradients(weights, batch, scales, key, 0)
             return terms, jax.tree.map(lambda g: g.astype(jnp.float32), self._stacked(grads)), targets
 
         def accumulate(weights: tuple[Tree, Tree], batch: Batch, part: jax.Array | int) -> tuple[Auxiliary, Tree]:
-            return self._accumulated_gradients(weights, batch, scale, key, part)
+            return self._accumulated_gradients(weights, batch, scales, key, part)
 
         terms, grads = summed_over_replicas(accumulate, weights, batch)
         return terms, grads, targets
@@ -180,7 +197,8 @@ class TrainStep:
                 updates, moments = self._transform.update(grads, state.optimizer, state.parameters)
             parameters = optax.apply_updates(state.parameters, updates)
             if terms.counts:
-                parameters = balancing.moved(self.model, self._tree, parameters, terms.counts)
+                scales = state_scales(self.optimizer, self._tree)
+                parameters = balancing.moved(self.model, self._tree, parameters, terms.counts, scales)
             average = self._moving_average(state.average, parameters, state.step - state.skipped + 1)
             old, new = (state.parameters, state.optimizer, state.average), (parameters, moments, average)
             parameters, moments, average = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
@@ -355,28 +373,29 @@ class TrainStep:
         return state.parameters if state.working is None else state.working
 
     def _microbatch_gradients(
-        self, weights: tuple[Tree, Tree], batch: Batch, scale: jax.Array, key: jax.Array, index: jax.Array | int
+        self, weights: tuple[Tree, Tree], batch: Batch, scales: "_Scales", key: jax.Array, index: jax.Array | int
     ) -> tuple[Auxiliary, Tree]:
         """Return the terms of one microbatch, its part of the means, and their gradients in the dtype of `weights`."""
         dropout = Dropout(self.training.dropout, jax.random.fold_in(key, index))
 
         def loss(parameters: Tree, base: Tree) -> tuple[jax.Array, Auxiliary]:
             whole = model_tree.joined(parameters, base)
-            sums = self.loss_sums(whole, batch, dropout, one_document=self.one_document)
-            losses, statistics = jax.tree.map(lambda term: term * scale, (sums.losses, sums.statistics))
+            options = {"one_document": self.one_document, "per_token": scales.per_token}
+            sums = self.loss_sums(whole, batch, dropout, **options)
+            losses, statistics = jax.tree.map(lambda term: term * scales.of_sums, (sums.losses, sums.statistics))
             return sum(losses.values()), Auxiliary(losses, statistics, sums.counts)
 
         grads, terms = jax.grad(loss, has_aux=True)(*weights)
         return terms, grads
 
     def _accumulated_gradients(
-        self, weights: tuple[Tree, Tree], batch: Batch, scale: jax.Array, key: jax.Array, part: jax.Array | int
+        self, weights: tuple[Tree, Tree], batch: Batch, scales: "_Scales", key: jax.Array, part: jax.Array | int
     ) -> tuple[Auxiliary, Tree]:
         """Return the sums over the microbatches of a part of the batch, in float32; `part` is its index."""
 
         def add(total: tuple, indexed: tuple[jax.Array, Batch]) -> tuple[tuple, None]:
             index, microbatch = indexed
-            terms_and_grads = self._microbatch_gradients(weights, microbatch, scale, key, index)
+            terms_and_grads = self._microbatch_gradients(weights, microbatch, scales, key, index)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, terms_and_grads), None
 
         microbatches = self._in_microbatches(batch)

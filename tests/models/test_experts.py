@@ -223,8 +223,9 @@ def test_a_decoded_token_reads_the_experts_that_it_chooses(kernels):
     assert E * expert < read(64)
 
 
-def test_padding_gives_nothing_and_changes_nothing():
-    call, parameters = layer(model())
+@pytest.mark.parametrize("variant", ["plain", "biases"])
+def test_padding_gives_nothing_and_changes_nothing(variant):
+    call, parameters = layer(model(variant))
     x, is_token = inputs()
     y, auxiliary = call(parameters, x, is_token)
     assert not np.asarray(y[-1, -3:]).any()
@@ -257,7 +258,15 @@ def test_one_expert_is_the_dense_layer():
 
 @functools.cache
 def plain_gradients():
-    return model_fixtures.first_gradients(stepped(), meshes.make())
+    return model_fixtures.first_gradients(stepped(), meshes.make(), rows=of_answers())
+
+
+def of_answers() -> dict:
+    """Return rows of which the first half learn from every other token, as conversations do."""
+    rows = model_fixtures.batch()
+    half = len(rows["segments"]) // 2
+    rows["segments"][:half, ::2] *= -1
+    return rows
 
 
 def stepped() -> config.ModelConfig:
@@ -278,7 +287,8 @@ def stepped() -> config.ModelConfig:
     ids=str,
 )
 def test_meshes_and_microbatches_change_nothing(sizes, microbatches):
-    losses, gradients = model_fixtures.first_gradients(stepped(), meshes.make(*sizes), microbatches)
+    """Neither the loss, nor the terms of layers, of rows of which some learn from few of their tokens."""
+    losses, gradients = model_fixtures.first_gradients(stepped(), meshes.make(*sizes), microbatches, of_answers())
     expected_losses, expected = plain_gradients()
     model_fixtures.assert_same_numbers(losses, expected_losses, 1e-5)
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
@@ -328,6 +338,9 @@ def test_a_selection_bias_moves_towards_equal_loads_and_by_nothing_else(sizes, m
         ({"experts_per_token": 9}, "experts_per_token = 9 is more than .*num_experts = 8; choose fewer"),
         ({"balance": {"bias_rate": 0.1}}, "bias_rate = 0.1 moves a selection bias, which .*router has none of"),
         ({"router": {"normalise": False, "epsilon": 0.1}}, "epsilon = 0.1 is added to a sum that nothing is divided"),
+        ({"router": {"scores": "softmax_of_chosen", "normalise": False}}, "whose sum is 1; leave it out"),
+        ({"router": {"scores": "softmax_of_chosen", "selection_bias": True}}, "is added to scores of all experts"),
+        ({"gate_slope": 1.7, "activation": "gelu"}, "takes the place of an activation; leave out activation = 'gelu'"),
         ({"gated": False, "clamp": 7.0}, "gated = false has no gate, which clamp, gate_slope and up_offset need"),
         ({"router": {"groups": {"count": 3, "kept": 1}}}, "groups.count = 3 does not divide .*num_experts = 8"),
         ({"router": {"groups": {"count": 4, "kept": 5}}}, "groups.kept = 5 is more than groups.count = 4"),

@@ -44,13 +44,30 @@ class KernelPass(NamedTuple):
     direction: Literal["forward", "backward"]
 
 
+class Groups(NamedTuple):
+    """The groups of rows of a product and of its gradients, and the rows of all groups together."""
+
+    count: int
+    rows: int
+
+    def each(self, product: Product) -> Product:
+        """Return the products of the groups, `batch` of them, of as many rows each; where rows are few, of those that
+        have any."""
+        count = min(self.count, self.rows)
+        batch, *sizes = product
+        at = sizes.index(self.rows)
+        sizes[at] = -(-self.rows // count)
+        return Product(batch * count, *sizes)
+
+
 class Operation(NamedTuple):
     """One operation on one device, which a step runs `times` times.
 
     `flops` are those of its product; `elementwise` are its other FLOPs. `least_bytes` and `most_bytes` bracket what one
     run moves to and from memory. `kernel`: a kernel of kernels_pallas, or a product in one; all operations of a scope
     together are what the kernel declares. `visible`: the fraction of attention's scores that masks leave; a kernel
-    skips the others. `kind`: of a pass; `copy` into or out of the stacks of a loop, `draw` of a token.
+    skips the others. `kind`: of a pass; `copy` into or out of the stacks of a loop, `draw` of a token. `groups`: of
+    rows with a matrix each, if it is such a product.
     """
 
     scope: str
@@ -63,6 +80,7 @@ class Operation(NamedTuple):
     kernel: KernelPass | None = None
     visible: VisibleFraction | None = None
     kind: OperationKind = "pass"
+    groups: "Groups | None" = None
 
     @property
     def flops(self) -> int:
@@ -213,7 +231,8 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
     scope = _scope(use, declared.scope) if declared.weight is None else device.recording.parameter(use)
     least, most = declared.bytes, declared.bytes + declared.unfused
     times = use.times * declared.times
-    return Operation(scope, "forward", times, declared.product, least, most, visible=declared.visible)
+    groups = None if declared.groups == 1 else Groups(declared.groups, declared.product.m)
+    return Operation(scope, "forward", times, declared.product, least, most, visible=declared.visible, groups=groups)
 
 
 def _in_kernel(declared: KernelCost, products: Sequence[Operation], kernel: KernelPass) -> Iterator[Operation]:

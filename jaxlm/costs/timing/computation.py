@@ -112,7 +112,7 @@ def as_run(ops: list[Operation], work: Workload, stack: Stack) -> list[Operation
 
 
 def _is_attention(op: Operation) -> bool:
-    return op.product is not None and (op.visible is not None or bool(op.kernel))
+    return op.product is not None and (op.visible is not None or (bool(op.kernel) and op.groups is None))
 
 
 def _is_scored_again(op: Operation) -> bool:
@@ -157,7 +157,7 @@ def least_moved(op: Operation, work: Workload, stack: Stack) -> float:
 
 
 def _has_weights(op: Operation) -> bool:
-    return op.visible is None and not op.kernel and op.kind != "scores"
+    return op.visible is None and (not op.kernel or op.groups is not None) and op.kind != "scores"
 
 
 class _Clock:
@@ -182,9 +182,9 @@ class _Clock:
             return self._attention_by_xla(op)
         if op.product is None:
             return self._pass(op)
-        if op.kernel:
+        if _is_attention(op) and op.kernel:
             return self._attention(op, flops)
-        key = op.product, op.phase, op.least_bytes, op.most_bytes, op.visible is None
+        key = op.product, op.phase, op.least_bytes, op.most_bytes, op.visible is None, op.groups
         if key not in self._of_products:  # many products of a layer have the same sizes
             self._of_products[key] = self._product(op)
         return self._of_products[key]
@@ -208,6 +208,8 @@ class _Clock:
 
     def _product(self, op: Operation) -> tuple[float, float, float]:
         product, moved = op.product, max(least_moved(op, self._work, self._stack), 1)
+        if op.groups is not None:
+            product = op.groups.each(product)
         batch, m, k, n = product
         dtype = product_dtype(op, self._work, self._chip, self._stack)
         rate, spread = self._rates.product(dtype, min(m, k, n), batch)

@@ -184,9 +184,9 @@ def _product_cost(local: Local, tokens: int, x: LocalArray, matrix: LocalArray, 
         backward = KernelCost(sum(wanted) * declared.flops, 0, sum(wanted) * declared.bytes)
         name = "mosaic_tpu" if local.platform == "tpu" else "triton"
         kernel = ProductKernel(name, KernelCosts(declared, backward), (), (wanted,))
-        return DoorCost(products=(DoorProduct(product, 0, weight=1),), kernel=kernel)
+        return DoorCost(products=(DoorProduct(product, 0, weight=1, groups=experts),), kernel=kernel)
     moved = x.itemsize * m * (k + n) + round((1 - unread) * matrix.bytes)
-    return DoorCost(products=(DoorProduct(product, moved, weight=1),))
+    return DoorCost(products=(DoorProduct(product, moved, weight=1, groups=experts),))
 
 
 @door(_to_signature, _declare_to, name="to_experts", pinned=True)
@@ -316,6 +316,6 @@ def _multiplied(matrix: nnx.Param, bias: nnx.Param | None) -> Callable[..., jax.
 
 
 def _of_rows(each_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
-    """Return the vector of each row's expert, [R, F]."""
+    """Return the vector of each row's expert, [R, F], and zeros of rows past the last expert's."""
     expert_R = jnp.repeat(jnp.arange(len(sizes_E)), sizes_E, total_repeat_length=rows)
-    return each_EF[expert_R]
+    return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(sizes_E), each_EF[expert_R], 0)

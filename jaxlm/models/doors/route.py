@@ -106,7 +106,7 @@ def _route(
     each_BTE = logits_BTE if choice.scores == "softmax_of_chosen" else probability_BTE
     if choice.scores == "sigmoid":
         each_BTE = jax.nn.sigmoid(logits_BTE)
-        probability_BTE = each_BTE / jnp.sum(each_BTE, axis=-1, keepdims=True)
+        probability_BTE = jax.nn.softmax(jax.nn.log_sigmoid(logits_BTE))  # each over their sum, which may underflow
 
     def chosen(each_BTE: jax.Array) -> tuple[jax.Array]:
         return (jax.lax.top_k(_in_kept_groups(each_BTE, choice), choice.count)[1].astype(jnp.int32),)
@@ -119,7 +119,8 @@ def _route(
     if choice.scores == "softmax_of_chosen":
         weights_BTk = jax.nn.softmax(weights_BTk)
     elif choice.normalise:
-        weights_BTk /= jnp.sum(weights_BTk, axis=-1, keepdims=True) + choice.epsilon
+        total_BT1 = jnp.sum(weights_BTk, axis=-1, keepdims=True) + choice.epsilon
+        weights_BTk /= jnp.where(total_BT1 > 0, total_BT1, 1.0)  # of scores that underflow
     return weights_BTk * choice.scale, index_BTk, probability_BTE, jax.nn.logsumexp(logits_BTE, axis=-1)
 
 

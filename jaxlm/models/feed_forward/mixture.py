@@ -35,8 +35,8 @@ class MixtureFeedForward(Module):
         self.choice = _choice(settings)
         self.router = param(rngs, (D, E), "embed -> routes", normal(std))
         self.router_bias = param(rngs, (E,), "routes", zeros) if settings.router.bias else None
-        biased, rate = settings.router.selection_bias, settings.balance.bias_rate or 0.0
-        self.selection_bias = state((E,), "routes", rate) if biased else None
+        biased = settings.router.selection_bias
+        self.selection_bias = state((E,), "routes", settings.bias_rate) if biased else None
         self.to_latent = param(rngs, (D, L), "embed -> latent", normal(std)) if axis == "latent" else None
         self.gate = param(rngs, (E, F, L), f"experts feed_forward <- {axis}", normal(std)) if settings.gated else None
         self.up = param(rngs, (E, F, L), f"experts feed_forward <- {axis}", normal(std))

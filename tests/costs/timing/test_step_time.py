@@ -266,3 +266,26 @@ def test_a_stack_is_named_or_given_by_its_keys():
     ):
         with pytest.raises(InputError, match=line):
             stack_of(name, changes)
+
+
+MIXTURE = config.load("mixtral-8x7b").model
+
+
+def sized(**keys):
+    """Return Mixtral with other sizes of its experts."""
+    return MIXTURE.model_copy(update={"feed_forward": MIXTURE.feed_forward.model_copy(update=keys)})
+
+
+@pytest.mark.parametrize("chips", ["h100-sxm5:8", "tpu-v5p:2x2x2"])
+def test_experts_are_products_that_take_longer_in_smaller_groups(chips):
+    """As many experts are chosen: of more, each has fewer rows; attention takes the same time."""
+    target = Target.parse(chips)
+    work = changed(WORK, layout=meshes.layout(1, 8, 1), kernels="auto", batch=8, microbatches=1)
+    few, many, wide = (
+        step_time(changed(work, model=model).on(target.chip), target).parts
+        for model in (sized(), sized(num_experts=256), sized(d_ff=2 * MIXTURE.feed_forward.d_ff))
+    )
+    assert few["attention"].seconds == many["attention"].seconds == wide["attention"].seconds
+    assert few["products"].seconds < many["products"].seconds
+    assert 1.5 * few["products"].seconds < wide["products"].seconds < 2.1 * few["products"].seconds
+    assert few["products"].seconds > few["attention"].seconds / 4

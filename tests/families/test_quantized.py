@@ -2,15 +2,20 @@
 
 import json
 
+import jax
 import loud
+import meshes
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlm.families import safetensors
+from jaxlm.families import safetensors, table
 from jaxlm.families.directory import PublishedModel
+from jaxlm.families.family import families
 from jaxlm.families.quantized import check_method, dequantized
 from jaxlm.families.safetensors import LazyTensor, read_header
+from jaxlm.families.settings import model_of
+from jaxlm.parallel.rules import TRAIN
 
 
 def stored(folder, arrays):
@@ -73,6 +78,32 @@ def test_mxfp4_has_two_numbers_in_a_byte_the_first_in_its_low_half(tmp_path):
         expected[e, 32 * block + 2 * byte + 1, row] = numbers[both // 16] * scale
     assert found.keys() == {"e.down_proj"} and found["e.down_proj"].shape == (2, 128, 3)
     np.testing.assert_array_equal(found["e.down_proj"].read().astype(np.float32), expected)
+
+
+def test_experts_in_mxfp4_are_those_of_the_dequantized_file(tmp_path):
+    """GPT-OSS's gates and what they multiply alternate, in rows of a quantized file and in columns of another."""
+    config = loud.read("gpt_oss")[0]["config"] | {"hidden_size": 64, "intermediate_size": 32}
+    random, plain, quantized = np.random.default_rng(0), {}, {}
+    for name, binding in table.tensors(model_of(config, "gpt_oss"), families()["gpt_oss"].rules).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            plain[name] = quantized[name] = random.standard_normal(binding.shape).astype(ml_dtypes.bfloat16)
+            continue
+        E, inputs, outputs = binding.shape
+        quantized[f"{name}_blocks"] = random.integers(0, 256, (E, outputs, inputs // 32, 16), np.uint8)
+        quantized[f"{name}_scales"] = random.integers(120, 132, (E, outputs, inputs // 32), np.uint8)
+        (read,) = dequantized(stored(tmp_path, {key: quantized[key] for key in list(quantized)[-2:]})).values()
+        plain[name] = np.array(read.read())
+    trees = []
+    for folder, arrays in (("plain", plain), ("quantized", quantized)):
+        (tmp_path / folder).mkdir()
+        stored(tmp_path / folder, arrays)
+        (tmp_path / folder / "x.safetensors").rename(tmp_path / folder / "model.safetensors")
+        method = {} if folder == "plain" else {"quantization_config": {"quant_method": "mxfp4"}}
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | method))
+        trees.append(PublishedModel(tmp_path / folder).load(meshes.make(), TRAIN))
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    gates = plain["model.layers.0.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(trees[0]["layers"]["feed_forward"]["up"][0], np.swapaxes(gates[..., 1::2], 1, 2))
 
 
 @pytest.mark.parametrize("grid", [(2, 5), (3, 2, 1), (4,)])

@@ -62,6 +62,8 @@ PUBLISHED = {
     "olmoe-1b-7b": 6_919_161_856,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
@@ -209,6 +211,19 @@ GOLDEN_AXES |= {
     },
     "qwen3-30b": GOLDEN_AXES["qwen3-32b"] | EXPERTS,
     "qwen3-235b": GOLDEN_AXES["qwen3-32b"] | EXPERTS,
+    "gpt-oss": GOLDEN_AXES["llama"]
+    | EXPERTS
+    | {
+        "layers/attention/query_bias": "layers heads head_dim",
+        "layers/attention/key_bias": "layers kv_heads head_dim",
+        "layers/attention/value_bias": "layers kv_heads head_dim",
+        "layers/attention/output_bias": "layers channels",
+        "layers/attention/sinks": "layers heads",
+        "layers/feed_forward/router_bias": "layers routes",
+        "layers/feed_forward/gate_bias": "layers experts feed_forward",
+        "layers/feed_forward/up_bias": "layers experts feed_forward",
+        "layers/feed_forward/down_bias": "layers experts channels",
+    },
 }
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}

@@ -44,7 +44,7 @@ class KernelPass(NamedTuple):
     direction: Literal["forward", "backward"]
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """The groups of rows of a product and of its gradients, and the rows of all groups together."""
 
     count: int
@@ -80,7 +80,7 @@ class Operation(NamedTuple):
     kernel: KernelPass | None = None
     visible: VisibleFraction | None = None
     kind: OperationKind = "pass"
-    groups: "Groups | None" = None
+    groups: "RowGroups | None" = None
 
     @property
     def flops(self) -> int:
@@ -231,7 +231,7 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
     scope = _scope(use, declared.scope) if declared.weight is None else device.recording.parameter(use)
     least, most = declared.bytes, declared.bytes + declared.unfused
     times = use.times * declared.times
-    groups = None if declared.groups == 1 else Groups(declared.groups, declared.product.m)
+    groups = None if declared.groups == 1 else RowGroups(declared.groups, declared.product.m)
     return Operation(scope, "forward", times, declared.product, least, most, visible=declared.visible, groups=groups)
 
 

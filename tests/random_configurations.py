@@ -87,7 +87,7 @@ def _position(draw: random.Random) -> dict[str, Any]:
 
 def _attention(draw: random.Random, scale: Scale) -> dict[str, Any]:
     heads = draw.choice(scale.heads)
-    return {
+    keys = {
         "kind": "gqa",
         "num_heads": heads,
         "num_kv_heads": draw.choice([n for n in (1, 2, 4, 8, 16) if heads % n == 0]),
@@ -97,9 +97,9 @@ def _attention(draw: random.Random, scale: Scale) -> dict[str, Any]:
         "output_bias": draw.random() < 0.3,
         "scale": draw.choice([None, 0.1]),
         "soft_cap": draw.choice([None, None, 50.0]),
-        "sinks": draw.random() < 0.3,
         "window": draw.choice([None, None, *scale.windows]),
     }
+    return keys | {"sinks": keys["scale"] is not None and not keys["output_bias"]}  # no draw, which would change others
 
 
 def _feed_forward(draw: random.Random, scale: Scale) -> dict[str, Any]:

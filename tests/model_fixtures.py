@@ -80,6 +80,7 @@ MIXTURE = {
         "num_experts": 8,
         "experts_per_token": 3,
         "d_ff": 16,
+        "bias": True,
         "router": {"scores": "sigmoid", "scale": 2.0, "groups": {"count": 4, "kept": 2, "score": "top2_sum"}},
         "shared": {"d_ff": 16},
         "balance": {"auxiliary_loss": 0.2, "z_loss": 0.1},

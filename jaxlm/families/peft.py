@@ -193,11 +193,14 @@ def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
 
 
 def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[TensorBinding, bool]]:
-    """Return the tensors that are matrices of products, by name, each with whether it is stored as [in, out]."""
+    """Return the tensors that are matrices of products and may have adapters, by name, each with whether it is stored
+    as [in, out]."""
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
     matrices = {}
     for name, binding in table.tensors(model, family.rules).items():
         of = [declared[place.path] for place in binding.places]
+        if any(d.of_mixture for d in of):
+            continue
         if name.endswith(".weight") and all(d.projection or (d.table and d.axes[-1] == "vocab") for d in of):
             one, two = (_narrowed(binding, declared, rank).shape for rank in (1, 2))
             matrices[name] = binding, one[0] != two[0]

@@ -77,6 +77,8 @@ def test_adapters_come_back_as_they_were(tmp_path, name, targets):
     mesh = meshes.make()
     expected = summed(model.load(mesh, TRAIN, "float32"), adapters, lora.scale)
     there = tree.paths(peft.AdaptedModel(tmp_path / "adapter").load(mesh, TRAIN, "float32"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["fan_in_fan_out"] == name.startswith("gpt2")  # whose matrices are stored [in, out]
     for path, leaf in expected.items():
         np.testing.assert_allclose(there[path], leaf, atol=1e-5 * np.abs(leaf).max(), err_msg=path)
 

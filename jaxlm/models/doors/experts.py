@@ -298,8 +298,12 @@ def _on_devices(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:
 
 
 def _weights(*parameters: nnx.Param | None) -> list[tuple[jax.Array, Axes]]:
-    """Return parameters as layers compute with them."""
-    return [(p[...], tuple(f"act_{axis}" for axis in axes_of(p))) for p in parameters if p is not None]
+    """Return parameters as layers compute with them; what has the axis "channels" is small, and whole."""
+
+    def computing(axis: str) -> str | None:
+        return None if axis == "channels" else f"act_{axis}"
+
+    return [(p[...], tuple(map(computing, axes_of(p)))) for p in parameters if p is not None]
 
 
 def _multiplied(matrix: nnx.Param, bias: nnx.Param | None) -> Callable[..., jax.Array]:

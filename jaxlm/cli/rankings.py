@@ -41,25 +41,31 @@ def say_stack(stack: "Stack") -> str | None:
 def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | None, limited: bool) -> None:
     """Print plans as a table; with the row of the best as one JSON object.
 
+    A table of one kind of chips has no columns of prices and energy per token, which go with the step there: a line
+    gives those of the first row. So it fits a terminal of 80 columns.
+
     Args:
       refused: the chips of the catalog without a plan, with why.
       best: the JSON row of the first plan; None prints the table.
-      limited: whether the run has a budget or a deadline: the table then has the time and the price of the run.
+      limited: whether the run has a budget or a deadline: the table then has the time and the price of the run, in
+        place of the lower bound of the step.
     """
     if best is not None:
         left_out = [{"target": target, "why": why} for target, why in refused.items()]
         print(json.dumps({**best, "rows": [plan.row() for plan in plans], "refused": left_out}))
         return
     trains = plans[0].work.kind == "train"
-    settings = ("microbatches", "remat") if trains else ()
-    run = ("run", "$/run") if limited else ()
-    figures = numbers("memory", "step", "at least", "tokens/s", "MFU", *run, "$/Mtok", "J/tok")
     several = len({str(plan.target) for plan in plans}) > 1 or bool(refused)
+    settings = ("micro", "remat") if trains else ()
+    run, bound = (("run", "$/run"), ()) if limited else ((), ("at least",))
+    figures = numbers("memory", "step", *bound, "tokens/s", "MFU", *run, *("$/Mtok", "J/tok") * several)
     where = [] if several else [f"on {plans[0].target}"]
     table = TextTable([*names(*["chips"] * several, "mesh", *settings), *figures], _title(plans[0], *where))
     for plan in shown(plans):
-        table.add(*[str(plan.target)] * several, *_cells(plan, trains, limited))
+        table.add(*[str(plan.target)] * several, *_cells(plan, trains, limited), *_per_token(plan) * several)
     table.print()
+    if not several and (remark := _say_per_token(plans[0])):
+        print(remark)
     if named := [plan.work.remat_shown for plan in shown(plans) if not isinstance(plan.work.remat, str)]:
         print(f"named: execution.remat={shlex.quote(named[0])}")
     if remark := _say_tight(shown(plans)):
@@ -83,13 +89,23 @@ def _cells(plan: "Plan", trains: bool, limited: bool) -> list[str]:
         *((str(plan.work.microbatches), remat) if trains else ()),
         f"{plan.memory.total / plan.capacity:.0%}{_TIGHT * (plan.fits and not plan.leaves_headroom)}",
         units.seconds(plan.time.expected),
-        units.seconds(plan.time.lower_bound),
+        *(() if limited else (units.seconds(plan.time.lower_bound),)),
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.mfu:.0%}",
         *(run if limited else ()),
-        units.or_dash(plan.usd_per_million_tokens, "{:.3g}".format),
-        units.or_dash(plan.joules_per_token, "{:.3g}".format),
     ]
+
+
+def _per_token(plan: "Plan") -> list[str]:
+    return [units.or_dash(figure, "{:.3g}".format) for figure in (plan.usd_per_million_tokens, plan.joules_per_token)]
+
+
+def _say_per_token(plan: "Plan") -> str | None:
+    """Return a line about the price and the energy of a token in the first row; None if neither is published."""
+    usd, joules = plan.usd_per_million_tokens, plan.joules_per_token
+    parts = [] if usd is None else [f"${usd:.3g} per million tokens"]
+    parts += [] if joules is None else [f"{joules:.3g} J per token"]
+    return f"the first row takes {' and '.join(parts)}" if parts else None
 
 
 _TIGHT = "*"

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from jaxlm.config import Experiment
+from jaxlm.config import SIZE_KEYS, Experiment
+from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import COUNT
 from jaxlm.costs.hardware.catalog import catalog
@@ -13,7 +14,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, with_batch
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.plan_order import PlanOrder
-from jaxlm.costs.search import VARIED, search
+from jaxlm.costs.search import VARIED, search, smallest
 from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.rules import Kind
@@ -137,13 +138,30 @@ class PlanRequest(NamedTuple):
         work = Workload.of(experiment, kind=self.kind)
         plans = search(work, target, self.fixed, self.order, self.stack)
         if not plans:
-            free = "".join(f", or leave out {VARIED[name]}" for name in self.fixed)
             raise InputError(
                 f"no mesh of {target} holds this {self.kind} step with a batch of {work.batch} × {work.sequence} "
-                f"tokens; give more chips, or a batch that more meshes divide{free}"
+                f"tokens: {self._why_none_fits(work, target)}"
             )
         check_cache(experiment, plans[0].work)
         return self._allowed(plans)
+
+    def _why_none_fits(self, work: Workload, target: Target) -> str:
+        """Return what is too large for a device on every mesh, and what would help."""
+        size, key = smallest(work, target, self.fixed, self.stack), SIZE_KEYS[self.kind]
+        if size is None:
+            devices = target.part(self.stack.pipeline.stages).devices
+            return f"none divides both the model and the batch; take {key[0]} = {math.lcm(work.batch, devices)}"
+        capacity, state = target.chip.device_capacity(), size.parameters + size.gradients + size.optimizer
+        helps = ["give more chips"]
+        if state <= capacity:
+            helps += [f"lower {key[1]}" if self.kind == "train" else f"lower {key[0]} or {key[1]}"]
+            helps += [f"leave out {VARIED[name]}" for name in self.fixed]
+        held = "parameters, gradients and optimizer state" if self.kind == "train" else "parameters"
+        part = f" for {held}" if state == size.total else f", {units.memory(state)} of it for {held},"
+        return (
+            f"each device needs at least {units.memory(size.total)}{part} and has {units.memory(capacity)}; "
+            f"{', or '.join(helps)}"
+        )
 
     def _allowed(self, plans: list[Plan]) -> list[Plan]:
         """Return the plans that the order allows. Raises InputError with the refusal of the first if it allows

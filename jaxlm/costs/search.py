@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jaxlm.config import divided_by_mesh, divides_heads
 from jaxlm.costs.counted.device import device_step
+from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.layer_loops import resolved
 from jaxlm.costs.plan import HEADROOM, Plan, plan
@@ -48,6 +49,19 @@ def search(
             if total <= capacity:
                 (roomy if total <= (1 - HEADROOM) * capacity else tight).append(candidate)
     return order.ordered(plan(candidate, target, stack) for candidate in roomy or tight)
+
+
+def smallest(work: Workload, target: Target, fixed: Collection[str] = (), stack: Stack = JAXLM) -> Memory | None:
+    """Return the memory of the smallest plan that `search` considers; None where no mesh divides the workload. Where
+    parameters, gradients and optimizer state alone are too much for a device, it is that of these."""
+    sizes, capacity = [], target.chip.device_capacity()
+    for layout in layouts(work, target.part(stack.pipeline.stages).devices):
+        on_mesh = replace(work.on(target.chip), layout=layout)
+        if work.kind == "train" and (state := least_memory(on_mesh, stack)).total > capacity:
+            sizes.append(state)
+            continue
+        sizes += (stack_memory(resolved(each, capacity, stack), stack) for each in variants(on_mesh, fixed))
+    return min(sizes, key=lambda size: size.total, default=None)
 
 
 def variants(work: Workload, fixed: Collection[str] = ()) -> Iterator[Workload]:

@@ -172,19 +172,17 @@ class DenseFeedForwardConfig(LayerConfig):
 
 
 class SharedExpertsConfig(Section):
-    """Experts that every token has, as one layer beside those that it chooses (arXiv:2401.06066, section 3.2)."""
+    """Shared experts, which every token has beside those that it chooses: one layer (arXiv:2401.06066, section 3.2)."""
 
     d_ff: Count
-    """Their hidden channels, of all together."""
+    """Hidden channels of all shared experts together."""
     gate: Literal["none", "sigmoid"] = "none"
-    """Multiply their output by σ(x·w), a number for each token (Qwen2-MoE)."""
+    """Multiply the output of the shared experts by σ(x·w), a number for each token (Qwen2-MoE)."""
 
 
 class ExpertGroupsConfig(Section):
-    """Groups of experts, of which each token chooses some before it chooses experts in them (arXiv:2412.19437, 2.1.2).
-
-    An expert of another group is never chosen.
-    """
+    """Group-limited routing (arXiv:2412.19437, section 2.1.2): each token first chooses `kept` of `count` groups of
+    experts, and then experts of these groups alone."""
 
     count: Count
     """Groups; a divisor of `num_experts`."""
@@ -201,65 +199,70 @@ class ExpertGroupsConfig(Section):
 
 
 class RouterConfig(Section):
-    """The choice of each token's experts, and the weights of their outputs. Scores are float32.
+    """The router: which experts each token chooses, and the weights of their outputs.
 
-    Of equal scores the first expert's wins.
+    Scores are float32. A token chooses the experts with the highest scores; of equal scores the first expert's wins.
     """
 
     scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
-    """The weights before they are normalised: the softmax over all experts, or over the chosen ones (GPT-OSS), or each
-    expert's sigmoid (DeepSeek-V3)."""
+    """The scores, which are also the weights before they are normalised: the softmax over all experts, the softmax over
+    the chosen ones (GPT-OSS), or the sigmoid of each expert's logit (DeepSeek-V3)."""
     normalise: bool = True
     """Divide the weights of the chosen experts by their sum."""
     epsilon: NonNegative = 0.0
-    """Added to that sum."""
+    """Added to the sum that weights are divided by."""
     selection_bias: bool = False
-    """Add to each score, for the choice alone, a number that `balance.bias_rate` moves, and no gradient
-    (arXiv:2408.15664)."""
+    """Add a bias to each score for the choice of experts, not for the weights. It is no parameter and has no gradient:
+    `balance.bias_rate` moves it after each update (arXiv:2408.15664). `balance.auxiliary_loss` stays on beside it
+    unless it is 0."""
     groups: ExpertGroupsConfig | None = None
-    """Groups of experts that limit the choice."""
+    """Group-limited routing; by default a token may choose any experts."""
     scale: Positive = 1.0
-    """Multiplies the weights."""
+    """Factor of the weights."""
     bias: bool = False
     """Add a learned bias to the scores before the softmax or sigmoid (GPT-OSS)."""
 
 
 class BalanceConfig(Section):
-    """Terms of the objective that spread tokens over experts. Inference has none."""
+    """Load balancing: what spreads tokens evenly over experts in training. Inference has none of it."""
 
     auxiliary_loss: NonNegative = 0.01
-    """Factor of Σ f·p over experts, f the expert's share of the choices times `num_experts` and p the router's mean
-    probability of it: 1 where all have the same (Switch, arXiv:2101.03961, equations 4 to 6)."""
+    """Factor of the load-balancing loss of each mixture layer: the mean over tokens of Σ f·p over experts. f is the
+    expert's share of the choices times `num_experts`, p the router's probability of the expert. Σ f·p is 1 for an even
+    load (Switch Transformer, arXiv:2101.03961, equations 4 to 6). 0 leaves the loss out."""
     over: Literal["sequence", "microbatch"] = "sequence"
-    """The tokens that f is taken over: those of each row by itself, which microbatches do not change, or those of a
-    microbatch."""
+    """The tokens that f is taken over: those of each row by itself, or those of a microbatch. Rows do not depend on
+    `training.microbatches`."""
     z_loss: NonNegative = 0.0
-    """Factor of the mean log² Z of the router (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Factor of the router z-loss of each mixture layer: the mean over tokens of log² Z, where Z is the sum of exp of
+    the router's logits (ST-MoE, arXiv:2202.08906, equation 5)."""
     bias_rate: Annotated[NonNegative | None, InWords(default="0.001 with `router.selection_bias`")] = None
-    """The step by which an update moves the selection bias of each expert: up of one that fewer tokens chose than the
-    mean, down of one that more did. 0 leaves it as it is."""
+    """The step by which each update moves the selection bias of an expert: up if fewer tokens than the mean chose it,
+    down if more did. 0 leaves the bias as it is."""
 
 
 class MixtureFeedForwardConfig(LayerConfig):
-    """A mixture of experts: each token goes through `experts_per_token` of `num_experts` layers that a router chooses,
-    and their outputs are added, weighted (Shazeer et al. 2017, arXiv:1701.06538). No token is dropped."""
+    """A mixture of experts in place of a dense feed-forward layer (Shazeer et al. 2017, arXiv:1701.06538). A router
+    chooses `experts_per_token` of `num_experts` experts for each token, and the layer's output is the weighted sum of
+    theirs. It is dropless: every token has all experts that it chooses, whatever their load."""
 
     training_keys: ClassVar = frozenset({"balance"})
     logical_axes: ClassVar = {"d_ff": "feed_forward", "shared.d_ff": "feed_forward"}
 
     kind: Literal["mixture"] = "mixture"
     num_experts: Count
-    """Experts."""
+    """Experts to choose from, without shared ones."""
     experts_per_token: Count = 2
-    """The experts that each token chooses."""
-    d_ff: Annotated[Count, InWords(default="a dense layer's / experts_per_token, in whole tiles of 128 where gated")]
-    """Hidden channels of one expert."""
+    """Experts that each token chooses (top-k)."""
+    d_ff: Annotated[Count, InWords(default="a dense layer's / experts_per_token, where gated up to a multiple of 128")]
+    """Hidden channels of one expert. If the command line changes `kind`, a `d_ff` in the file becomes that of each
+    expert, unless the command line gives `d_ff` too."""
     activation: Activation = "silu"
     """The activation."""
     gated: bool = True
     """Multiply the activation by a third matrix's product."""
     bias: bool = False
-    """Add biases to the products of experts."""
+    """Add biases to the products of experts, not to those of shared experts."""
     clamp: Positive | None = None
     """Before the activation, limit the gate to at most this, and what it multiplies to between ± this (GPT-OSS)."""
     gate_slope: Positive | None = None
@@ -267,7 +270,8 @@ class MixtureFeedForwardConfig(LayerConfig):
     up_offset: float = 0.0
     """Added to what the activation multiplies (GPT-OSS)."""
     latent_dim: Count | None = None
-    """Let experts read and write a projection of the residual with this many channels (Nemotron-3)."""
+    """Let experts read and write a projection of the residual with this many channels, in place of `d_model`
+    (Nemotron-3)."""
     router: RouterConfig = RouterConfig()
     shared: SharedExpertsConfig | None = None
     balance: BalanceConfig = BalanceConfig()

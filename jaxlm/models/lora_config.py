@@ -22,7 +22,8 @@ class LoraConfig(Section):
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
     """Patterns of the paths of matrices that have adapters, such as "*/attention/*" or "layers/attention/query"; `*`
     matches any characters, `/` too. All matrices of the layers are adapted by default, as those of Dettmers et al. 2023
-    (arXiv:2305.14314, section 4), but for those of experts and their routers, which have no adapters."""
+    (arXiv:2305.14314, section 4), except those of experts and their routers: these have no adapters, and a pattern that
+    matches one, other than "*", is refused."""
 
     @property
     def scale(self) -> float:

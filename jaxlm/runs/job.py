@@ -259,6 +259,7 @@ class Job:
         """Make the mesh, and say what a step on it costs."""
         from jaxlm.costs.hardware import calibration
         from jaxlm.costs.ladder import counted, say_counted, say_replicated
+        from jaxlm.costs.plan import parameter_counts
         from jaxlm.costs.workload import Workload
         from jaxlm.models.tree import parameter_count
         from jaxlm.parallel.devices import describe, mesh_here
@@ -270,7 +271,10 @@ class Job:
         mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
         work = Workload.of(experiment, Layout(mesh.shape))
         trained = f", and {work.trainable_numbers:,} in adapters" if experiment.lora else ""
-        say(f"{parameter_count(experiment.model):,} parameters{trained} on {describe(mesh)}")
+        total, counts = parameter_count(experiment.model), parameter_counts(work)  # the latter with adapters
+        unused = counts["total"] - counts["active"]
+        active = f", of which {total - unused:,} are active for each token" if unused else ""
+        say(f"{total:,} parameters{active}{trained} on {describe(mesh)}")
         costs = counted(work, mesh)
         capacity.check(costs.memory, costs.capacity)
         if replicated := say_replicated(costs.work):

@@ -182,7 +182,7 @@ DATA = {
         "train shakespeare_char training.batch=16",
         ["data.text", "curl -o tinyshakespeare.txt https://raw.githubusercontent.com/karpathy/char-rnn"],
     ),
-    "text of the repository": ("train mixture", ["data.sources.notes.text", "root of jaxlm's repository"]),
+    "text of the repository": ("train data_mixture", ["data.sources.notes.text", "root of jaxlm's repository"]),
     "text that is none": ("train good.toml data.text=picture.png", ["data.text", "picture.png", ".txt"]),
     "a text instead of its path": (f"train good.toml 'data.text={'To be, or not. ' * 30}'", ["data.text"]),
     "lines instead of a path": ("train good.toml 'data.text=To be,\nor not to be'", ["data.text"]),

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,21 @@ def test_generate_from_token_ids_without_a_tokenizer(run, tmp_path):
     assert bare["text"] is None and len(bare["token_ids"]) == 4
     refused = jaxlm("generate", tmp_path / "bare", "--prompt", "def", status=2)
     assert "--token-ids" in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_and_names_its_terms(text, tmp_path, capsys):
+    """Its one layer has 8 experts of 3 · 64 · 96 parameters, of which each token chooses 2."""
+    asked = [
+        "train", str(CONFIGS / "experts.toml"), *SMALL, f"data.text={text}", "data.held_out=0.3", "training.steps=5",
+        "--out", str(tmp_path / "run"), "mesh.fsdp=1", "records.sample_tokens=0", "evaluation.every=5",
+    ]  # fmt: skip
+    assert main(asked) == 0
+    total, active = re.search(r"([\d,]+) parameters, of which ([\d,]+) are active", capsys.readouterr().err).groups()
+    assert int(total.replace(",", "")) - int(active.replace(",", "")) == 6 * 3 * 64 * 96
+    last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert 0.01 < last["balance_loss"] < 0.02 and 0 < last["router_z_loss"] < last["loss"]
+    assert 1 <= last["expert_load"] <= 8 / 2 and 0 < last["router_entropy"] <= math.log(8)
 
 
 @pytest.mark.slow

@@ -132,12 +132,24 @@ def test_a_search_ranks_meshes(capsys):
     assert all(time <= later * (1 + TIE) for time, later in itertools.pairwise(times))
 
 
+@pytest.mark.parametrize("limits", [(), ("training.steps=1000", "--deadline", "30d")], ids=["", "deadline"])
+def test_meshes_of_one_kind_of_chips_stand_in_80_columns(capsys, limits):
+    """Into a file a table is printed as wide as it is."""
+    title, header, rule, *rows = plan(
+        capsys, "--on", "h100-sxm5:8", "--mesh", "auto", "training.batch=16", *limits, model="olmoe-1b-7b"
+    ).splitlines()
+    assert max(map(len, [header, rule, *rows])) <= 80 and len(rows) == 12
+    row = json.loads(plan(capsys, "--on", "h100-sxm5:8", "--mesh", "auto", "--json", model="olmoe-1b-7b"))
+    price, energy = row["usd_per_million_tokens"], row["joules_per_token"]
+    assert f"the first row takes ${price:.3g} per million tokens and {energy:.3g} J per token" in rows
+
+
 def test_a_run_with_a_deadline_has_its_time_and_its_price_in_the_table(capsys):
     steps = "training.steps=1000", "training.batch=64", "training.sequence=2048"
     arguments = ("--on", "h200-sxm:8", "--mesh", "auto", *steps, "--deadline", "30d")
     row, said = json.loads(plan(capsys, *arguments, "--json")), plan(capsys, *arguments)
     assert row["run_s"] < 30 * 86400 and re.search(r"MFU +run +\$/run", said)
-    assert re.search(rf"{re.escape(units.seconds(row['run_s']))} +{row['usd_per_run']:,.0f} ", said)
+    assert re.search(rf"{re.escape(units.seconds(row['run_s']))} +{row['usd_per_run']:,.0f}$", said, re.M)
 
 
 def test_a_step_is_counted_under_other_software_and_that_is_said(capsys):
@@ -305,7 +317,20 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         (["--on", "h200-sxm", "training.sequence=200000"], "training.sequence = 200000"),
         (["--on", "apple-m1"], "apple-m1 has no published peak for bfloat16"),
         (["--on", "tpu-v5e:5x5"], "no slice of 5x5; the nearest are"),
-        (["--on", "a10g", "--mesh", "auto"], "no mesh of a10g:1 holds this train step"),
+        (
+            ["--on", "a10g", "--mesh", "auto"],
+            "no mesh of a10g:1 holds this train step with a batch of 16 × 8192 tokens: each device needs at least "
+            "119.66 GiB for parameters, gradients and optimizer state and has 24.00 GiB; give more chips\n",
+        ),
+        (
+            ["--on", "h100-sxm5", "--mesh", "auto", "--workload", "decode", "inference.sequences=4096"],
+            "14.96 GiB of it for parameters, and has 79.11 GiB; give more chips, or lower inference.sequences or "
+            "inference.length",
+        ),
+        (
+            ["--on", "h100-sxm5:6", "--mesh", "auto", "training.batch=2"],
+            "none divides both the model and the batch; take training.batch = 6",
+        ),
         (["--on", "all:many"], "all:many names no number of chips"),
         (["--on", "all:1000000"], "all:1000000 names no number of chips; write one up to 999999, such as all:8"),
         (["--on", "all:999999"], "no chip of the catalog can run this as all:999999; the first, "),

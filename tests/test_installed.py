@@ -82,7 +82,7 @@ def test_models_are_planned_by_name_and_held_against_published_figures(jaxlm):
     ("name", "says"),
     [
         ("shakespeare_char", "curl -o tinyshakespeare.txt https://raw.githubusercontent.com/karpathy/char-rnn/"),
-        ("mixture", "data.sources.notes.text"),
+        ("data_mixture", "data.sources.notes.text"),
     ],
 )
 def test_text_that_does_not_come_with_it_is_one_line(name, says, jaxlm, tmp_path):

@@ -50,7 +50,7 @@ def test_a_mesh_that_is_not_here_is_refused_too(cpu, monkeypatch):
         capacity.check_before_reading(config.load(CONFIGS / "quickstart.toml", ["mesh.data=16"]))
 
 
-@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char", "mixture"])
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char", "data_mixture", "experts"])
 def test_a_small_model_is_not_counted_and_would_not_be_refused(cpu, monkeypatch, name):
     experiment = config.load(CONFIGS / f"{name}.toml")
     needed = memory(Workload.of(experiment).on_cpu())

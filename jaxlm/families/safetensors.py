@@ -6,6 +6,7 @@ The header comes from outside: every bound is checked before a byte of a tensor 
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ class StoredTensor:
         """Return the tensor as a read-only view of the file."""
         if math.prod(self.shape) == 0:
             return np.zeros(self.shape, self.dtype)
-        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        size = self.dtype.itemsize * math.prod(self.shape)
+        return _mapped(self.file)[self.offset : self.offset + size].view(self.dtype).reshape(self.shape)
 
     @property
     def dtype_name(self) -> str:
@@ -78,6 +80,19 @@ class LazyTensor:
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
+
+
+# Files that views are held of: of a mixture's thousands of tensors, each would take a while to map by itself.
+_maps: weakref.WeakValueDictionary[tuple[Path, int, int, int], np.memmap] = weakref.WeakValueDictionary()
+
+
+def _mapped(file: Path) -> np.ndarray:
+    """Return the bytes of a file, mapped once while a view of them is held."""
+    status = file.stat()
+    key = (file, status.st_ino, status.st_size, status.st_mtime_ns)
+    if (mapped := _maps.get(key)) is None:
+        _maps[key] = mapped = np.memmap(file, np.uint8, "r")
+    return mapped.view(np.ndarray)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -167,10 +182,13 @@ def write(file: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, 
 def shards(tensors: Mapping[str, LazyTensor], most: int) -> list[dict[str, LazyTensor]]:
     """Return the tensors in files of at most `most` bytes each, in order; a larger tensor has a file of its own."""
     files: list[dict[str, LazyTensor]] = [{}]
+    size = 0
     for name, tensor in tensors.items():
-        if files[-1] and sum(each.bytes for each in files[-1].values()) + tensor.bytes > most:
+        if files[-1] and size + tensor.bytes > most:
             files.append({})
+            size = 0
         files[-1][name] = tensor
+        size += tensor.bytes
     return files
 
 

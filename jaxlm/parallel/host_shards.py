@@ -29,12 +29,15 @@ class HostShards:
     def fill(self, begin: tuple[int, ...], piece: np.ndarray) -> None:
         """Copy a piece of the array, which has its first number at `begin`, into the shards that it is in, rounded to
         their dtype. Of a piece that lies in a file, no other part is read."""
+        end = [start + size for start, size in zip(begin, piece.shape, strict=True)]
         for bounds, buffer in self._buffers.items():
+            if any(low >= last or high <= first for (low, high), first, last in zip(bounds, begin, end, strict=True)):
+                continue
             to, of = [], []
-            for (low, high), start, size in zip(bounds, begin, piece.shape, strict=True):
-                first, last = max(low, start), min(high, start + size)
-                to.append(slice(first - low, max(first, last) - low))
-                of.append(slice(first - start, max(first, last) - start))
+            for (low, high), start, stop in zip(bounds, begin, end, strict=True):
+                first, last = low if low > start else start, high if high < stop else stop
+                to.append(slice(first - low, last - low))
+                of.append(slice(first - start, last - start))
             _copy(buffer[*to], piece[*of])
 
     def on_devices(self) -> jax.Array:
@@ -46,6 +49,9 @@ class HostShards:
 def _copy(to: np.ndarray, of: np.ndarray) -> None:
     """Copy numbers into an array of the same shape, in the order in which they lie, as many rows at a time as the cache
     has room for: transposing whole matrices would miss it at each number."""
+    if of.nbytes <= _CACHE_BYTES:
+        to[...] = of.astype(to.dtype)
+        return
     axis = max(range(of.ndim), key=lambda i: of.strides[i])
     rows = max(1, _CACHE_BYTES * of.shape[axis] // max(of.nbytes, 1))
     for first in range(0, of.shape[axis], rows):

@@ -18,6 +18,7 @@ from jaxlm.core.files import building, digest
 from jaxlm.families import hub, quantized, safetensors, table
 from jaxlm.families.family import Family, named
 from jaxlm.families.files import CONFIG, GENERATION, INDEX, SINGLE, read_json, shards, text_of, write_json
+from jaxlm.families.rule import TensorRule, matching
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.families.settings import config_of, family_of, inert_keys, model_of
 from jaxlm.models.config import ModelConfig
@@ -96,7 +97,7 @@ class PublishedModel:
         if "text_config" not in self._whole_config:
             return []
         same = [name for name, stored in zip(self._named, self._dequantized, strict=True) if name == stored]
-        known = table.tensors(self.model, self.family.rules).keys() | self.family.copies.keys()
+        known = table.tensors(self.model, self.rules).keys() | self.family.copies.keys()
         return [name for name in same if name not in known]
 
     @cached_property
@@ -134,7 +135,7 @@ class PublishedModel:
     def tensors(self) -> dict[str, table.TensorBinding]:
         """The tensors of the model by name. Raises InputError unless the files store exactly these tensors, with these
         shapes, and `dropped` ones."""
-        expected = table.tensors(self.model, self.family.rules)
+        expected = table.tensors(self.model, self.rules)
         table.check(expected, self.stored, self.dropped, str(self.folder))
         for copy, of in self.family.copies.items():
             if copy in self.stored and copy not in expected and of in expected:
@@ -143,10 +144,23 @@ class PublishedModel:
         return expected
 
     @property
+    def rules(self) -> tuple[TensorRule, ...]:
+        """The rules for the layout of the tensors."""
+        return self.family.rules_of(self._named)
+
+    @property
     def dropped(self) -> list[str]:
         """The stored tensors that are no parameters, or copies of others."""
         copies = [name for name in self.family.copies if name in self.stored and self.model.tied_embeddings]
-        return [*table.matching(self.stored, self.family.dropped), *copies, *self._left_out]
+        return [*matching(self.stored, self.family.dropped), *copies, *self._left_out, *self._further]
+
+    @property
+    def _further(self) -> list[str]:
+        """The tensors of layers after the last, which predict tokens further ahead (arXiv:2412.19437, section 2.2)."""
+        known, last = {**self.family.defaults, **self.config}, self.model.num_layers
+        layers = [(start, last + i) for key, start in self.family.further.items() for i in range(known.get(key) or 0)]
+        starts = tuple(start.replace("{l}", str(layer)) for start, layer in layers)
+        return [name for name in self.stored if name.startswith(starts)]
 
     def load(self, mesh: Mesh, rules: Rules, dtype: jax.typing.DTypeLike | None = None) -> Tree:
         """Return the parameters, sharded on a mesh, in a dtype or each in its own. Raises InputError as `tensors`."""
@@ -158,8 +172,18 @@ class PublishedModel:
         return digest(sorted(files))
 
     def dtypes(self) -> dict[str, str]:
-        """Return the most frequent dtype under "", and the dtype of each tensor with another one by name."""
-        each = {name: self.stored[name].dtype_name for name in self.tensors}
+        """Return the most frequent dtype under "", and the dtype of each tensor with another one by name: the name that
+        an export has."""
+        stored = {
+            (place.path, place.index): self.stored[name].dtype_name
+            for name, binding in self.tensors.items()
+            for place in binding.places
+        }
+        written = {name: binding.places[0] for name, binding in table.tensors(self.model, self.family.rules).items()}
+        each = {  # where a tensor holds all experts of a layer, they have its dtype
+            name: stored.get((place.path, place.index)) or stored[place.path, place.index[:1]]
+            for name, place in written.items()
+        }
         [(usual, _)] = Counter(each.values()).most_common(1)
         return {"": usual, **{name: dtype for name, dtype in each.items() if dtype != usual}}
 
@@ -168,11 +192,18 @@ class PublishedModel:
         keys of config.json that change nothing."""
         number = sum(isinstance(self.stored[name], LazyTensor) for name in self.tensors)
         lines = [f"{number} tensors are quantized and are read as bfloat16, as an export has them"] if number else []
-        if dropped := self.dropped:
+        further = self._further
+        if dropped := [name for name in self.dropped if name not in further]:
             lines.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
+        if further:
+            lines.append(
+                f"{len(further)} tensors are of layers that predict tokens further ahead, after layer "
+                f"{self.model.num_layers - 1}, and are not read: an export is without them"
+            )
         if (self.folder / SINGLE).is_file() and (self.folder / INDEX).is_file():
             lines.append(f"{SINGLE} is read, and not {INDEX} beside it with its shards")
-        if keys := inert_keys(self._whole_config, str(self.folder / CONFIG)):
+        keys = inert_keys(self._whole_config, str(self.folder / CONFIG))
+        if keys := [key for key in keys if key not in self.family.further]:
             lines.append(f"keys of {CONFIG} that change no result, kept for an export: {', '.join(keys)}")
         return lines
 
@@ -205,6 +236,7 @@ def write(
     else:
         config = {**before, **config_of(model, family)}
         config |= {key: _torch(dtypes[""]) for key in ("dtype", "torch_dtype")}
+    config |= dict.fromkeys(family.further, 0) if any(config.get(key) != 0 for key in family.further) else {}
     if not before:  # or transformers takes the ids of the family's first model
         ids = json.loads(carried.get(GENERATION, b"{}"))
         config |= {key: ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -2,18 +2,19 @@
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import merged
-from jaxlm.families.rule import TensorRule
+from jaxlm.families.rule import TensorRule, matching
 
 _FILES = resources.files("jaxlm.families") / "tables"
+_REFUSED = resources.files("jaxlm.families") / "refused.toml"
 # Sections of a family's file whose keys are added to those of its base; a key of "" takes one away.
-_SECTIONS = ("config", "defaults", "equal", "weights", "copies", "repeats", "prefixes")
+_SECTIONS = ("config", "defaults", "equal", "weights", "alternatives", "further", "copies", "repeats", "prefixes")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Family:
       inert: keys that change no result in this family, beside those of `jaxlm.families.inert`.
       composites: translations of several keys together (`jaxlm.families.settings`).
       rules: the rules for the family's tensors.
+      alternatives: the rules for a second layout, which is read and not written.
+      further: by the key with the number of layers after the last, which predict tokens further ahead, how the names of
+        their tensors begin; {l} stands for a layer. They are neither read nor written.
       dropped: names of tensors that are no parameters; {l} stands for a layer.
       copies: tensors that a file may repeat under another name: by the name of the copy, the name of the tensor.
       aliases: by the older name of a key, its name today.
@@ -48,6 +52,8 @@ class Family:
     inert: frozenset[str]
     composites: tuple[str, ...]
     rules: tuple[TensorRule, ...]
+    alternatives: tuple[TensorRule, ...]
+    further: Mapping[str, str]
     dropped: tuple[str, ...]
     copies: Mapping[str, str]
     aliases: Mapping[str, str]
@@ -55,6 +61,15 @@ class Family:
     prefixes: Mapping[str, str]
     outer: frozenset[str]
     bases: int
+
+    def rules_of(self, names: Iterable[str]) -> tuple[TensorRule, ...]:
+        """Return the rules for a file with tensors of these names: those of the second layout in place of the others
+        for the same arrays, if the file has one of its tensors."""
+        second = [rule.name for rule in self.alternatives if not any(rule.name == first.name for first in self.rules)]
+        if not matching(names, second):
+            return self.rules
+        kept = [rule for rule in self.rules if not any(other.replaces(rule) for other in self.alternatives)]
+        return (*kept, *self.alternatives)
 
 
 @functools.cache
@@ -70,10 +85,20 @@ def families() -> dict[str, Family]:
 
 
 def named(model_type: Any, where: str) -> Family:
-    """Return the family of a `model_type`. Raises InputError for a family that jaxlm does not have."""
+    """Return the family of a `model_type`. Raises InputError for a family that jaxlm does not have; it names the part
+    that is missing, where that is known."""
+    if (part := _refused().get(model_type)) is not None:
+        raise InputError(f"{where} has model_type {model_type!r}, whose layers have {part}: jaxlm lacks this part")
     if model_type not in families():
         raise InputError(f"{where} has model_type {model_type!r}; jaxlm reads {', '.join(families())}")
     return families()[model_type]
+
+
+@functools.cache
+def _refused() -> dict[str, str]:
+    """Return the part that a family's layers have and [model] has not, by `model_type`."""
+    parts = tomllib.loads(_REFUSED.read_text(encoding="utf-8"))
+    return {model_type: part for part, model_types in parts.items() for model_type in model_types}
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -105,7 +130,9 @@ def _family(name: str) -> Family:
         equal={key: _all(value) for key, value in description.get("equal", {}).items()},
         inert=frozenset(description.get("inert", ())),
         composites=tuple(description["composites"]),
-        rules=tuple(TensorRule.parse(tensor, line) for tensor, line in description["weights"].items()),
+        rules=_rules(description["weights"]),
+        alternatives=_rules(description.get("alternatives", {})),
+        further=description.get("further", {}),
         dropped=tuple(description.get("dropped", ())),
         copies=description.get("copies", {}),
         aliases=description.get("aliases", {}),
@@ -114,6 +141,10 @@ def _family(name: str) -> Family:
         outer=frozenset(description.get("outer", ())),
         bases=_bases(name),
     )
+
+
+def _rules(lines: Mapping[str, str]) -> tuple[TensorRule, ...]:
+    return tuple(TensorRule.parse(tensor, line) for tensor, line in lines.items())
 
 
 def _bases(name: str) -> int:

@@ -7,7 +7,7 @@ those of one matrix, times the number of matrices.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from jaxlm.families import hub, safetensors, table
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.family import Family
 from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG, GENERATION, is_published, read_json, write_json
+from jaxlm.families.rule import TensorRule
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.families.table import TensorBinding, TensorPlace
 from jaxlm.models import tree as model_tree
@@ -116,7 +117,7 @@ class AdaptedModel(PublishedModel):
         file, config = self.adapter / ADAPTER, self._adapter_config
         if not file.is_file():
             raise InputError(f"{self.adapter} has no {ADAPTER}; save the adapter as safetensors")
-        declared = _matrices(self.model, self.family)
+        declared = _matrices(self.model, self.base.rules)
         factors: dict[str, dict[str, StoredTensor]] = {}
         for name, tensor in safetensors.read_header(file).items():
             found = _FACTOR.fullmatch(name)
@@ -192,12 +193,12 @@ def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
     return PublishedModel(hub.fetch(of_hub), of_hub)
 
 
-def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[TensorBinding, bool]]:
+def _matrices(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, tuple[TensorBinding, bool]]:
     """Return the tensors that are matrices of products and may have adapters, by name, each with whether it is stored
     as [in, out]."""
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
     matrices = {}
-    for name, binding in table.tensors(model, family.rules).items():
+    for name, binding in table.tensors(model, rules).items():
         of = [declared[place.path] for place in binding.places]
         if any(d.of_mixture for d in of):
             continue
@@ -261,7 +262,7 @@ def write(
     """
     leaves = {path: np.asarray(jax.device_get(leaf)) for path, leaf in model_tree.paths(adapters).items()}
     declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
-    matrices, tensors, ranks = _matrices(model, family), {}, {}
+    matrices, tensors, ranks = _matrices(model, family.rules), {}, {}
     for name, (binding, transposed) in matrices.items():
         factors = _written(binding, transposed, declared, leaves, lora.rank)
         if factors is None:

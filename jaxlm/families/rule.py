@@ -1,5 +1,7 @@
 """One line of a family's table of tensors."""
 
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from jaxlm.families.pattern import Pattern
@@ -23,3 +25,17 @@ class TensorRule:
         if len(rule.paths) != (1 if rule.pattern is None else len(rule.pattern.outputs)):
             raise ValueError(f"{name}: {len(rule.paths)} paths and another number of outputs")
         return rule
+
+    def replaces(self, other: "TensorRule") -> bool:
+        """Return whether this rule, of no expert by itself, is of an array that another rule is of too: a rule of one
+        expert, or one that has the array's axes. A dense layer's array may have the path of an array of experts."""
+        if set(self.paths).isdisjoint(other.paths):
+            return False
+        ranks = [rule.pattern and rule.pattern.rank for rule in (self, other)]
+        return "{e}" in other.name or ranks[0] == ranks[1]
+
+
+def matching(names: Iterable[str], patterns: Collection[str]) -> list[str]:
+    """Return the names that match a pattern, in which {l} and {e} stand for numbers."""
+    known = [re.compile(re.sub(r"\\\{[le]\\\}", r"\\d+", re.escape(pattern)) + "$") for pattern in patterns]
+    return [name for name in names if any(pattern.match(name) for pattern in known)]

@@ -1,16 +1,14 @@
 """Translation between the keys of a published config.json and the keys of [model], both ways."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Change, Section, changes, kind_of, merged, shown
-from jaxlm.families import inert, quantized
+from jaxlm.families import inert, quantized, sparse_layers
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
@@ -275,31 +273,43 @@ class _ParallelResidual:
         return {"use_parallel_residual": model.residual == "parallel"}
 
 
-class _SparseLayers:
-    """Qwen has experts in every `decoder_sparse_step`-th layer that is not listed; the others are dense."""
+class _HeadNorms:
+    """GLM-4.5 has norms of queries and keys in its largest size alone."""
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        step, listed = entries.pop("decoder_sparse_step"), entries.pop("mlp_only_layers", None) or ()
-        dense_width, layers = entries.pop("intermediate_size"), values["num_layers"]
-        dense = {"kind": "dense", "d_ff": dense_width, "activation": "silu", "gated": True}
-        sparse = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
-        if not any(sparse):
-            raise InputError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
-        if all(sparse):
-            return {}
-        period = next(n for n in range(1, layers + 1) if all(sparse[i] == sparse[i % n] for i in range(layers)))
-        entries_of, count = [], Counter[str]()
-        for is_sparse, run in groupby(sparse[:period]):
-            name = "mixture" if is_sparse else "dense"
-            count[name] += 1
-            entry: dict[str, Any] = {"name": name + (str(count[name]) if count[name] > 1 else "")}
-            entries_of.append(entry | {"layers": len(list(run))} | ({} if is_sparse else {"feed_forward": dense}))
-        return {"pattern": entries_of}
+        return {"attention": {"qk_norm": "head" if entries.pop("use_qk_norm") else "none"}}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
-        dense = [layer for layer, block in enumerate(model.layers) if block.feed_forward.kind == "dense"]
-        width = model.layers[dense[0]].feed_forward.d_ff if dense else family.defaults["intermediate_size"]
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense, "intermediate_size": width}
+        return {"use_qk_norm": model.attention.qk_norm == "head"}
+
+
+class _RotaryDim:
+    """MiniMax gives the channels of a head that rotate. Their share is left to the composite of rotary positions."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        rotated, share = entries.pop("rotary_dim", None), "partial_rotary_factor"
+        if rotated is not None:
+            whole = values["d_model"] // values["attention"]["num_heads"]
+            fraction = rotated / values["attention"].get("head_dim", whole)
+            if entries[share] not in (1.0, fraction):
+                raise _differing(where, "rotary_dim", rotated, share, entries[share])
+            entries[share] = fraction
+        return {}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {"rotary_dim": model.layers[0].rope_dim}
+
+
+class _AttentionAlone:
+    """MiniMax lists the layers with attention; in earlier models of its publisher others are linear."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if set(entries.pop("attn_type_list", None) or ()) - {1}:
+            raise InputError(f"{where}: attn_type_list has linear attention, which jaxlm does not have")
+        return {}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {}
 
 
 # Translations of several keys together, or of a single key whose value has another form.
@@ -318,5 +328,12 @@ _COMPOSITES = {
     "inner width": _InnerWidth(),
     "logits scaling": _LogitsScaling(),
     "parallel residual": _ParallelResidual(),
-    "sparse layers": _SparseLayers(),
+    "head norms": _HeadNorms(),
+    "rotary dim": _RotaryDim(),
+    "attention in every layer": _AttentionAlone(),
+    "sparse layers": sparse_layers.SparseLayers(),
+    "layers after dense ones": sparse_layers.LayersAfterDenseOnes(),
+    "expert groups": sparse_layers.ExpertGroups(),
+    "shared experts": sparse_layers.SharedExperts(),
+    "normalised weights + 1e-20": sparse_layers.NormalisedWeights(1e-20),
 }

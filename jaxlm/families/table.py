@@ -1,8 +1,9 @@
 """Stored tensors and arrays of the tree: which tensor holds what, by one reversible line each."""
 
 import difflib
+import functools
 import itertools
-import re
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from jaxlm.parallel.rules import Rules
 
 _STACK = "layers"
 _READ = ("BF16", "F16", "F32", "F64")  # a quantized tensor means nothing without its scales
+_FETCHED = 2**26  # bytes of experts that are fetched from devices at a time
 _SHOWN = 6  # differences in a message, at most
 
 
@@ -51,6 +53,7 @@ class TensorBinding:
     name: str
     places: tuple[TensorPlace, ...]
     pattern: Pattern | None
+    is_state: bool = False  # and float32, whatever the parameters are
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,26 +95,25 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
                 name = rule.name.replace("{l}", str(layer)).replace("{e}", str(expert))
                 if name in bindings:
                     raise ValueError(f"two rules name {name}")
-                bindings[name] = TensorBinding(name, places, rule.pattern)
-    covered = [
+                bindings[name] = TensorBinding(name, places, rule.pattern, of[0].is_state)
+    places = [place for binding in bindings.values() for place in binding.places if not place.start]
+    covered = Counter(
         (place.path, (*place.index, *expert))
-        for binding in bindings.values()
-        for place in binding.places
-        if not place.start
+        for place in places
         for expert in itertools.product(*_stacked(place.path, declared)[len(place.index) :])
-    ]
-    whole = [(path, at) for path in declared for at in itertools.product(*_stacked(path, declared))]
-    if sorted(covered, key=str) != sorted(whole, key=str):
-        left = sorted({path for path, _ in set(whole) ^ set(covered)})
-        raise ValueError(f"no rule, or more than one, for {', '.join(left) or 'an array'}")
+    )
+    whole = Counter((path, at) for path in declared for at in itertools.product(*_stacked(path, declared)))
+    if covered != whole:
+        left = sorted({path for path, _ in (whole - covered) + (covered - whole)})
+        raise ValueError(f"no rule, or more than one, for {', '.join(left)}")
     return bindings
 
 
 def _applies(rule: TensorRule, array: Dimensions, stacked: int) -> bool:
     """Return whether a rule may be of layers with this array, the first `stacked` axes of which count layers."""
-    if not array.of_experts or "{e}" in rule.name:
+    if "{e}" in rule.name or rule.pattern is None:
         return array.of_experts == ("{e}" in rule.name)
-    return rule.pattern is not None and rule.pattern.rank == len(array.shape) - stacked
+    return rule.pattern.rank == len(array.shape) - stacked
 
 
 def _stacked(path: str, declared: Mapping[str, Dimensions]) -> list[range]:
@@ -154,7 +156,7 @@ def check(
     strange = [name for name in stored if name not in expected and name not in known]
     wrong = []
     for name in missing:
-        near = difflib.get_close_matches(name, strange, 1)
+        near = difflib.get_close_matches(name, strange, 1) if len(wrong) < _SHOWN else ()  # which takes long
         wrong.append(f"{name} is missing" + (f" (there is {near[0]})" if near else ""))
     wrong += [f"{name} is none of the model's" for name in strange]
     for name, binding in expected.items():
@@ -182,7 +184,8 @@ def load(
     a part of each row. A quantized tensor is read whole, and so is one whose pattern interleaves axes (rotary pairs).
 
     Args:
-      dtype: the dtype to cast to; None keeps the stored dtype of each array (for a stack, of its first layer).
+      dtype: the dtype to cast to; None keeps the stored dtype of each array (for a stack, of its first layer). State
+        is float32.
     """
     _, abstract = model_tree.abstract(model)
     shapes = model_tree.paths(model_tree.shapes(abstract))
@@ -197,6 +200,7 @@ def load(
             path = place.path
             if path not in filled:
                 to = jax.dtypes.canonicalize_dtype(numbers.dtype if dtype is None else dtype)
+                to = np.dtype(np.float32) if binding.is_state else to
                 filled[path] = HostShards(shapes[path].shape, to, sharding_of[path])
             filled[path].fill(place.begin, piece[(None,) * len(place.index)])
             missing[path] -= 1
@@ -208,24 +212,45 @@ def load(
 def unwritten(
     expected: Mapping[str, TensorBinding], parameters: Tree, dtype_of: Mapping[str, np.dtype]
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of parameters in these dtypes, each computed only when it is written."""
+    """Return the tensors of parameters in these dtypes, state in float32, each computed only when it is written."""
     leaves = model_tree.paths(parameters)
+    fetched: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}  # the last experts, of which a call takes several
+
+    def dtype(binding: TensorBinding) -> np.dtype:
+        return np.dtype(np.float32) if binding.is_state else dtype_of[binding.name]
 
     def make(binding: TensorBinding) -> np.ndarray:
-        return binding.write([array(place) for place in binding.places]).astype(dtype_of[binding.name], copy=False)
+        return binding.write([array(place) for place in binding.places]).astype(dtype(binding), copy=False)
 
     def array(place: TensorPlace) -> np.ndarray:
         leaf = leaves[place.path]
-        whole = jax.device_get(leaf[place.index] if place.index else leaf)
+        if len(place.index) > 1:
+            *_, expert = place.index
+            count = _experts_at_once(leaf)
+            first = (*place.index[:-1], expert - expert % count)
+            if (place.path, first) not in fetched:
+                fetched.clear()
+                fetched[place.path, first] = jax.device_get(_experts(leaf, first, count))
+            whole = fetched[place.path, first][expert % count]
+        else:
+            whole = jax.device_get(leaf[place.index] if place.index else leaf)
         return np.asarray(whole)[..., place.start : place.end]
 
     return {
-        name: LazyTensor(dtype_of[name], binding.shape, lambda binding=binding: make(binding))
+        name: LazyTensor(dtype(binding), binding.shape, lambda binding=binding: make(binding))
         for name, binding in expected.items()
     }
 
 
-def matching(names: Collection[str], patterns: Collection[str]) -> list[str]:
-    """Return the names that match a pattern, in which {l} and {e} stand for numbers."""
-    known = [re.compile(re.sub(r"\\\{[le]\\\}", r"\\d+", re.escape(pattern)) + "$") for pattern in patterns]
-    return [name for name in names if any(pattern.match(name) for pattern in known)]
+def _experts_at_once(leaf: jax.Array) -> int:
+    """Return a divisor of the number of experts in an array [layers, experts, …]: as many as have `_FETCHED` bytes."""
+    _, experts, *matrix = leaf.shape
+    most = _FETCHED // (leaf.dtype.itemsize * math.prod(matrix))
+    return max((n for n in range(1, experts + 1) if experts % n == 0 and n <= most), default=1)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _experts(leaf: jax.Array, first: tuple[int, int], count: int) -> jax.Array:
+    """Return `count` experts of a layer, [count, …]: one program for all layers."""
+    sizes = (1, count, *leaf.shape[2:])
+    return jax.lax.dynamic_slice(leaf, (*first, *(0 for _ in leaf.shape[2:])), sizes)[0]

@@ -16,6 +16,7 @@ import numpy as np
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VARIANTS = ("loud", "quiet")
+STATE = ("e_score_correction_bias",)  # which no gradient moves
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
 
 
@@ -38,8 +39,8 @@ def tensor(
     """Return one float32 tensor of a checkpoint.
 
     Loud: matrices N(0, 1.5² / fan-in), norm scales N(norm_center, 0.3²), biases and sinks N(0, 0.5²), embeddings
-    N(0, embedding_std²). Quiet: matrices N(0, 0.02²), norm scales norm_center, biases 0, embeddings
-    N(0, (0.02 embedding_std)²).
+    N(0, embedding_std²), selection biases N(-0.5, 0.5²), so that scores lie on both sides of 0. Quiet: matrices
+    N(0, 0.02²), norm scales norm_center, biases 0, embeddings N(0, (0.02 embedding_std)²).
 
     Args:
         name: The name in the published file. A Linear is stored [out, in], GPT-2's Conv1D [in, out], and GPT-OSS's
@@ -51,7 +52,9 @@ def tensor(
     """
     loud = {"loud": True, "quiet": False}[variant]
     draws = normals(f"{name} {list(shape)}", shape)
-    if name.endswith(("bias", "sinks")):
+    if is_state(name):
+        values = loud * (0.5 * draws - 0.5)
+    elif name.endswith(("bias", "sinks")):
         values = 0.5 * loud * draws
     elif "norm" in name or ".ln_" in name:
         values = norm_center + 0.3 * loud * draws
@@ -62,6 +65,11 @@ def tensor(
         fan_in = shape[-2] if is_transposed else shape[-1]
         values = (1.5 / math.sqrt(fan_in) if loud else 0.02) * draws
     return values.astype(np.float32)
+
+
+def is_state(name: str) -> bool:
+    """Return whether a tensor is no parameter but state, a buffer in transformers."""
+    return name.endswith(STATE)
 
 
 def names() -> list[str]:

@@ -12,13 +12,20 @@ _EXEMPT = {
     *("vocab_size", "context_length", "num_layers", "d_model", "initializer_std", "pattern"),
     *("attention.num_heads", "attention.num_kv_heads", "attention.head_dim", "feed_forward.d_ff"),
     *("attention.kind", "feed_forward.kind", "feed_forward.num_experts", "feed_forward.shared.d_ff"),
+    "feed_forward.router.epsilon",  # 1e-20 beside numbers of about 1
+}
+# Keys that must go with another value of these.
+_WITH = {
+    "feed_forward.router.normalise": "feed_forward.router.epsilon",
+    "feed_forward.router.selection_bias": "feed_forward.balance.bias_rate",
 }
 _OTHERS = {
     "norm.kind": {"rms": "layer", "layer": "rms"},
     "position.kind": {"rope": "none", "learned": "none", "none": "rope"},
     "feed_forward.activation": {"silu": "gelu", "gelu_tanh": "gelu", "gelu": "gelu_tanh", "relu_squared": "relu"},
     "feed_forward.router.scores": {"softmax": "sigmoid", "sigmoid": "softmax", "softmax_of_chosen": "sigmoid"},
-    "feed_forward.shared.gate": {"sigmoid": "none"},
+    "feed_forward.router.groups.score": {"top2_sum": "max", "max": "top2_sum"},
+    "feed_forward.shared.gate": {"sigmoid": "none", "none": "sigmoid"},
     "norm_placement": {"before": "both", "after": "before", "both": "before"},
     "residual": {"sequential": "parallel", "parallel": "sequential", "parallel_shared_norm": "sequential"},
 }
@@ -58,7 +65,7 @@ def _changes(table: dict[str, Any], whole: dict[str, Any], prefix: str) -> Itera
         elif isinstance(value, bool):
             if not value and (name.endswith("bias") or key == "norm.scale"):
                 continue  # no file has one, and as it is initialised it changes nothing
-            yield key, _with(whole, key, not value)
+            yield key, _with(_with(whole, _WITH[key], None) if key in _WITH else whole, key, not value)
         elif isinstance(value, int):
             yield key, _with(whole, key, value + 1)
         elif isinstance(value, float) and value:

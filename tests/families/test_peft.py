@@ -83,6 +83,29 @@ def test_adapters_come_back_as_they_were(tmp_path, name, targets):
         np.testing.assert_allclose(there[path], leaf, atol=1e-5 * np.abs(leaf).max(), err_msg=path)
 
 
+def test_adapters_of_experts_are_refused(tmp_path):
+    """Square ones too: their adapters would fit turned."""
+    facts, _ = loud.read("mixtral")
+    model = published(tmp_path / "base", "mixtral")
+    lora = LoraConfig(rank=3, targets=("*/query",))
+    peft.write(tmp_path / "adapter", model.model, model.family, lora, drawn(model.model, lora), {})
+    matrix = "model.layers.0.block_sparse_moe.experts.0.w1"
+    outputs, inputs = facts["tensors"][f"{matrix}.weight"]
+    shapes = {"A": (3, outputs), "B": (inputs, 3)}
+    tensors = {
+        f"base_model.model.{matrix}.lora_{factor}.weight": LazyTensor(
+            np.dtype(np.float32), shape, lambda shape=shape: np.ones(shape, np.float32)
+        )
+        for factor, shape in shapes.items()
+    }
+    safetensors.write(tmp_path / "adapter" / "adapter_model.safetensors", tensors, {})
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="is the adapter of no matrix of"):
+        peft.AdaptedModel(tmp_path / "adapter").load(meshes.make(), TRAIN, "float32")
+
+
 def test_a_fused_tensor_has_a_rank_and_an_alpha_of_its_own(tmp_path):
     model = published(tmp_path / "base", "phi3")
     lora = LoraConfig(rank=4, alpha=8.0)

@@ -215,6 +215,46 @@ FAMILIES = {
             rope_parameters=YARN | {"truncate": False},
         ),
     ),
+    "minimax_m2": (
+        "minimax_m2",
+        common(
+            num_local_experts=7,
+            num_experts_per_tok=3,
+            head_dim=12,
+            rope_parameters=rope(partial_rotary_factor=0.5),
+        ),
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        common(
+            moe_intermediate_size=28,
+            n_routed_experts=12,
+            n_group=3,
+            topk_group=2,
+            num_experts_per_tok=4,
+            n_shared_experts=2,
+            routed_scaling_factor=1.7,
+            attention_bias=True,
+            use_qk_norm=True,
+            head_dim=12,
+            num_hidden_layers=4,
+            first_k_dense_replace=2,
+            num_mtp_layers=0,
+            rope_parameters=rope(partial_rotary_factor=0.5),
+        ),
+    ),
+    "glm4_moe_air": (
+        "glm4_moe",
+        common(
+            moe_intermediate_size=20,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            norm_topk_prob=False,
+            head_dim=12,
+            num_mtp_layers=0,
+            rope_parameters=rope(partial_rotary_factor=0.5),
+        ),
+    ),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
 }
 # Embeddings are smaller where the family multiplies them, and where tied ones would make each token predict itself.
@@ -233,6 +273,7 @@ OLD = {
     "qwen2": {"layer_types": None, "sliding_window": WINDOW, "max_window_layers": 1},  # a window, which is not used
     "qwen2_window": {"layer_types": None},
     "qwen3": {"layer_types": None},
+    "minimax_m2": {"rotary_dim": 6},
     "qwen3_moe": {"num_local_experts": None, "num_experts": 7},
     "smollm3": {"layer_types": None},
 }
@@ -252,7 +293,8 @@ def old_spelling(name: str, config: dict) -> dict:
     if config["model_type"] == "gpt_neox":
         theta, partial = "rotary_emb_base", "rotary_pct"
     old[theta] = settings.get("rope_theta")
-    old[partial] = settings.get("partial_rotary_factor")
+    if "rotary_dim" not in old:
+        old[partial] = settings.get("partial_rotary_factor")
     scaling = without(settings, "rope_theta", "partial_rotary_factor")
     if config["model_type"] == "phi3":  # whose length stands outside, and the kind under its oldest name
         scaling = {"type": scaling["rope_type"]} | without(scaling, "rope_type", "original_max_position_embeddings")

@@ -64,6 +64,8 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "glm-4.5-air": 106_852_245_504,
+    "minimax-m2": 228_689_748_992,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
@@ -224,6 +226,24 @@ GOLDEN_AXES |= {
         "layers/feed_forward/up_bias": "layers experts feed_forward",
         "layers/feed_forward/down_bias": "layers experts channels",
     },
+}
+CHOSEN = EXPERTS | {"layers/feed_forward/selection_bias": "layers routes"}
+SHARED = {
+    "layers/feed_forward/shared/gate": "layers embed feed_forward",
+    "layers/feed_forward/shared/up": "layers embed feed_forward",
+    "layers/feed_forward/shared/down": "layers feed_forward embed",
+}
+
+
+def stacked(axes, name):
+    """The axes of a stack with a name."""
+    return {path.replace("layers/", f"layers/{name}/", 1): names for path, names in axes.items()}
+
+
+GOLDEN_AXES |= {
+    "glm-4.5": stacked(GOLDEN_AXES["llama"] | BIASES, "dense")
+    | stacked(GOLDEN_AXES["llama"] | BIASES | CHOSEN | SHARED, "mixture"),
+    "minimax": GOLDEN_AXES["olmoe"] | CHOSEN,
 }
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}

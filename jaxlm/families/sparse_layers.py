@@ -1,0 +1,115 @@
+"""Layers with experts and dense layers of a published config.json, and what else its keys say of experts, both ways."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from jaxlm.core.errors import InputError
+from jaxlm.families.family import Family
+from jaxlm.models.config import ModelConfig
+
+
+class SparseLayers:
+    """Qwen has experts in every `decoder_sparse_step`-th layer that is not listed; the others are dense."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        step, listed = entries.pop("decoder_sparse_step"), entries.pop("mlp_only_layers", None) or ()
+        sparse = [layer not in listed and (layer + 1) % step == 0 for layer in range(values["num_layers"])]
+        if not any(sparse):
+            raise InputError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
+        return pattern(sparse, entries.pop("intermediate_size"))
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        dense = dense_layers(model)
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense, **dense_width(model, family)}
+
+
+class LayersAfterDenseOnes:
+    """DeepSeek's first `first_k_dense_replace` layers are dense, and the others have experts."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        first, layers = entries.pop("first_k_dense_replace"), values["num_layers"]
+        if first >= layers:
+            raise InputError(f"{where}: first_k_dense_replace = {first} leaves no layer of {layers} with experts")
+        return pattern([layer >= first for layer in range(layers)], entries.pop("intermediate_size"))
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        dense = dense_layers(model)
+        if dense != list(range(len(dense))):
+            raise InputError(f"{family.name} has dense layers before those with experts alone")
+        return {"first_k_dense_replace": len(dense), **dense_width(model, family)}
+
+
+def pattern(sparse: list[bool], width: int) -> dict[str, Any]:
+    """Return the keys of [model] for layers with experts, by layer, and dense layers of this width between them."""
+    if all(sparse):
+        return {}
+    layers = len(sparse)
+    period = next(n for n in range(1, layers + 1) if all(sparse[i] == sparse[i % n] for i in range(layers)))
+    dense = {"kind": "dense", "d_ff": width, "activation": "silu", "gated": True}
+    entries, count = [], Counter[str]()
+    for is_sparse, run in groupby(sparse[:period]):
+        name = "mixture" if is_sparse else "dense"
+        count[name] += 1
+        entry: dict[str, Any] = {"name": name + (str(count[name]) if count[name] > 1 else "")}
+        entries.append(entry | {"layers": len(list(run))} | ({} if is_sparse else {"feed_forward": dense}))
+    return {"pattern": entries}
+
+
+def dense_layers(model: ModelConfig) -> list[int]:
+    """Return the layers without experts."""
+    return [layer for layer, block in enumerate(model.layers) if block.feed_forward.kind == "dense"]
+
+
+def dense_width(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the key of the dense layers' width."""
+    dense = dense_layers(model)
+    width = model.layers[dense[0]].feed_forward.d_ff if dense else family.defaults["intermediate_size"]
+    return {"intermediate_size": width}
+
+
+class ExpertGroups:
+    """DeepSeek-V3 and what derives from it score groups of experts by their best two, and always name a number of
+    groups: where all are kept, they limit no choice."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        count, kept = (entries.pop(key, None) or 1 for key in ("n_group", "topk_group"))
+        groups = {"count": count, "kept": kept, "score": "top2_sum"}
+        return {} if count == kept else {"feed_forward": {"router": {"groups": groups}}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        groups = model.feed_forward.router.groups
+        if groups is not None and groups.score != "top2_sum":
+            raise InputError(f"{family.name} scores groups of experts by their best two")
+        return {"n_group": groups.count if groups else 1, "topk_group": groups.kept if groups else 1}
+
+
+class SharedExperts:
+    """DeepSeek gives the number of shared experts, each as wide as one that is chosen: one layer here."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        count = entries.pop("n_shared_experts", None)
+        return {"feed_forward": {"shared": {"d_ff": count * values["feed_forward"]["d_ff"]}}} if count else {}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        shared, width = model.feed_forward.shared, model.feed_forward.d_ff
+        if shared is not None and shared.d_ff % width:
+            raise InputError(f"{family.name} has shared experts as wide as the others")
+        return {"n_shared_experts": 0 if shared is None else shared.d_ff // width}
+
+
+@dataclass(frozen=True)
+class NormalisedWeights:
+    """Some families add a small number to the sum that the weights of the chosen experts are divided by."""
+
+    epsilon: float
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        normalise = entries.pop("norm_topk_prob")
+        router = {"normalise": True, "epsilon": self.epsilon} if normalise else {"normalise": False}
+        return {"feed_forward": {"router": router}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {"norm_topk_prob": model.feed_forward.router.normalise}

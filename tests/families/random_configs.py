@@ -258,6 +258,48 @@ def _nanochat(r: random.Random) -> Settings:
     return _decoder(r, final_logit_softcapping=r.choice((None, 4.0, 15.0)))
 
 
+def _experts(r: random.Random, key: str, width: str = "intermediate_size") -> Settings:
+    count = r.choice((3, 4, 6, 8))
+    return {key: count, "num_experts_per_tok": r.randint(1, count - 1), width: r.choice((20, 28, 36))}
+
+
+def _mixtral(r: random.Random) -> Settings:
+    return _decoder(r, **_experts(r, "num_local_experts"))
+
+
+def _olmoe(r: random.Random) -> Settings:
+    flags = _flags(r, "norm_topk_prob", "attention_bias")
+    return _without(_decoder(r, filled=True, **_experts(r, "num_experts"), **flags), ["head_dim"])
+
+
+def _qwen_moe(r: random.Random, filled: bool, *flags: str) -> Settings:
+    base = _decoder(r, filled=filled, **_experts(r, "num_experts", "moe_intermediate_size"))
+    layers = base["num_hidden_layers"]
+    step = r.choice([step for step in (1, 1, 2, 3) if step <= layers])
+    dense = [layer for layer in range(layers - 1) if r.random() < 0.3] if step == 1 else []
+    return base | {"decoder_sparse_step": step, "mlp_only_layers": dense} | _flags(r, "norm_topk_prob", *flags)
+
+
+def _qwen2_moe(r: random.Random) -> Settings:
+    base = _qwen_moe(r, True, "qkv_bias")
+    return _without(base, ["head_dim"]) | {"shared_expert_intermediate_size": r.choice((24, 44))}
+
+
+def _minimax_m2(r: random.Random) -> Settings:
+    base = _decoder(r, (0.5, 1.0), **_experts(r, "num_local_experts"))
+    return {"head_dim": base["hidden_size"] // base["num_attention_heads"]} | base
+
+
+def _glm4_moe(r: random.Random) -> Settings:
+    base = _glm4(r) | _experts(r, "n_routed_experts", "moe_intermediate_size")
+    base |= {"n_shared_experts": r.choice((1, 2)), "routed_scaling_factor": r.choice((1.0, 2.5)), "num_mtp_layers": 0}
+    if r.random() < 0.5:
+        groups = {"n_routed_experts": 12, "n_group": 3, "topk_group": r.choice((1, 2)), "num_experts_per_tok": 3}
+        base |= groups
+    dense = r.randint(0, base["num_hidden_layers"] - 1)
+    return base | {"first_k_dense_replace": dense} | _flags(r, "norm_topk_prob", "use_qk_norm")
+
+
 _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "arcee": _llama,
     "cohere2": _cohere2,
@@ -266,18 +308,24 @@ _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "granite": _granite,
     "llama": _llama,
+    "minimax_m2": _minimax_m2,
     "ministral": _ministral,
     "mistral": _mistral,
+    "mixtral": _mixtral,
     "nanochat": _nanochat,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
+    "olmoe": _olmoe,
     "phi3": _phi3,
     "qwen2": _qwen,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": lambda r: _qwen(r) | _flags(r, "attention_bias"),
+    "qwen3_moe": lambda r: _qwen_moe(r, False, "attention_bias"),
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,

@@ -55,6 +55,7 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
         if (value := entries.pop(key, None)) is not None:
             for target in targets:
                 values = merged(values, _nested(target, value))
+    _check_numbers(entries | known, family, values, where)
     for composite in family.composites:
         values = merged(values, _COMPOSITES[composite].read(entries, values, where))
     refused = [key for key, value in entries.items() if not _is_repeated(key, value, known, family, where)]
@@ -65,6 +66,17 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
             "it, take it out of the file"
         )
     return values, [key for key in config if key in entries or key in family.inert]
+
+
+def _check_numbers(known: Mapping[str, Any], family: Family, values: Mapping[str, Any], where: str) -> None:
+    """Raise InputError for a key whose default is a whole number and whose value is none, and for no layers."""
+    for key, default in family.defaults.items():
+        if type(default) is int and known.get(key) is not None and type(known[key]) is not int:
+            raise InputError(f"{where}: {key} = {known[key]!r}; it must be a whole number")
+    if (layers := values.get("num_layers")) is None or layers < 1:
+        raise InputError(
+            f"{where} gives {'no number of' if layers is None else layers} layers; there must be one or more"
+        )
 
 
 def _renamed(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -130,7 +142,11 @@ def _why_of_none(model: ModelConfig, unlike: Mapping[str, list[Change]]) -> str:
     for name, part in model:
         if isinstance(part, Section) and not type(part).__module__.startswith("jaxlm."):
             return f": model.{name}.kind = {kind_of(type(part))!r} is in none"
-    nearest = min(unlike, key=lambda family: len(unlike[family]), default=None)
+
+    def distance(family: str) -> tuple[int, int]:
+        return sum(change.key.endswith("kind") for change in unlike[family]), len(unlike[family])
+
+    nearest = min(unlike, key=distance, default=None)
     if nearest is None or len(unlike[nearest]) > _NAMED:
         return ""
     keys = (f"model.{key} = {shown(now)} and not {shown(published)}" for key, published, now in unlike[nearest])

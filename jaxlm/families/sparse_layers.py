@@ -15,8 +15,15 @@ class SparseLayers:
     """Qwen has experts in every `decoder_sparse_step`-th layer that is not listed; the others are dense."""
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        step, listed = entries.pop("decoder_sparse_step"), entries.pop("mlp_only_layers", None) or ()
-        sparse = [layer not in listed and (layer + 1) % step == 0 for layer in range(values["num_layers"])]
+        step, listed = entries.pop("decoder_sparse_step"), entries.pop("mlp_only_layers", None) or []
+        layers = range(values["num_layers"])
+        if not isinstance(step, int) or step < 1:
+            raise InputError(f"{where}: decoder_sparse_step = {step!r}; it must be a whole number above 0")
+        if not isinstance(listed, list) or any(type(each) is not int or each not in layers for each in listed):
+            raise InputError(
+                f"{where}: mlp_only_layers = {listed!r}; it must be a list of layers from 0 to {layers[-1]}"
+            )
+        sparse = [layer not in listed and (layer + 1) % step == 0 for layer in layers]
         if not any(sparse):
             raise InputError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
         return pattern(sparse, entries.pop("intermediate_size"))
@@ -31,6 +38,8 @@ class LayersAfterDenseOnes:
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         first, layers = entries.pop("first_k_dense_replace"), values["num_layers"]
+        if not isinstance(first, int) or first < 0:
+            raise InputError(f"{where}: first_k_dense_replace = {first!r}; it must be a whole number from 0 up")
         if first >= layers:
             raise InputError(f"{where}: first_k_dense_replace = {first} leaves no layer of {layers} with experts")
         return pattern([layer >= first for layer in range(layers)], entries.pop("intermediate_size"))

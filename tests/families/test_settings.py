@@ -1,8 +1,10 @@
 """Keys of config.json and keys of [model], both ways."""
 
 import json
+import re
 from pathlib import Path
 
+import loud
 import pytest
 
 from jaxlm import config
@@ -248,3 +250,32 @@ def test_a_model_of_no_family_is_refused():
 def test_every_family_is_in_the_documentation():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in families())
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0; it must be a whole number above 0"),
+        ("qwen3_moe", {"decoder_sparse_step": None}, "decoder_sparse_step = None; it must be a whole number"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1; it must be a list of layers from 0 to 2"),
+        ("qwen3_moe", {"mlp_only_layers": [7]}, "it must be a list of layers from 0 to 2"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "it must be a list of layers from 0 to 2"),
+        ("qwen3_moe", {"num_hidden_layers": 0}, "gives 0 layers; there must be one or more"),
+        ("qwen3_moe", {"num_hidden_layers": "3"}, "num_hidden_layers = '3'; it must be a whole number"),
+        ("mixtral", {"num_local_experts": "a"}, "num_local_experts = 'a'; it must be a whole number"),
+        ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token = 9 is more than"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "it must be a whole number from 0 up"),
+    ],
+)
+def test_numbers_that_describe_no_layers_are_refused(name, changes, message):
+    with pytest.raises(InputError, match=re.escape(message)) as refused:
+        model_of(loud.read(name)[0]["config"] | changes, "config.json")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_mixture_that_is_of_no_family_is_compared_with_one():
+    model = model_of(loud.read("mixtral")[0]["config"], "config.json")
+    layer = model.feed_forward.model_dump(exclude_none=True) | {"shared": {"d_ff": 9}}
+    other = type(model).model_validate(model.model_dump(exclude_none=True) | {"feed_forward": layer})
+    with pytest.raises(InputError, match="the nearest, mixtral, in model.feed_forward.shared = "):
+        family_of(other)

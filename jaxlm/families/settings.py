@@ -55,7 +55,9 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
         if (value := entries.pop(key, None)) is not None:
             for target in targets:
                 values = merged(values, _nested(target, value))
-    _check_numbers(entries | known, family, values, where)
+    layers = values.get("num_layers")
+    if type(layers) is not int or layers < 1:
+        raise InputError(f"{where} gives {layers!r} as the number of layers; it must be a whole number above 0")
     for composite in family.composites:
         values = merged(values, _COMPOSITES[composite].read(entries, values, where))
     refused = [key for key, value in entries.items() if not _is_repeated(key, value, known, family, where)]
@@ -66,17 +68,6 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
             "it, take it out of the file"
         )
     return values, [key for key in config if key in entries or key in family.inert]
-
-
-def _check_numbers(known: Mapping[str, Any], family: Family, values: Mapping[str, Any], where: str) -> None:
-    """Raise InputError for a key whose default is a whole number and whose value is none, and for no layers."""
-    for key, default in family.defaults.items():
-        if type(default) is int and known.get(key) is not None and type(known[key]) is not int:
-            raise InputError(f"{where}: {key} = {known[key]!r}; it must be a whole number")
-    if (layers := values.get("num_layers")) is None or layers < 1:
-        raise InputError(
-            f"{where} gives {'no number of' if layers is None else layers} layers; there must be one or more"
-        )
 
 
 def _renamed(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:

@@ -100,6 +100,8 @@ class SharedExperts:
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         count = entries.pop("n_shared_experts", None)
+        if count is not None and (type(count) is not int or count < 0):
+            raise InputError(f"{where}: n_shared_experts = {count!r}; it must be a whole number from 0 up")
         return {"feed_forward": {"shared": {"d_ff": count * values["feed_forward"]["d_ff"]}}} if count else {}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:

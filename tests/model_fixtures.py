@@ -69,7 +69,29 @@ GEMMA = {
         {"name": "global", "position": {"scaling": {"kind": "linear", "factor": 8.0}}},
     ),
 }
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "gemma": GEMMA}
+# All sizes of attention differ, and so do values and keys.
+LATENT = {
+    **LLAMA,
+    "attention": {
+        "kind": "latent",
+        "num_heads": 4,
+        "query_rank": 20,
+        "latent_rank": 24,
+        "nope_dim": 16,
+        "rope_dim": 8,
+        "value_dim": 12,
+    },
+}
+
+FAMILIES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "qwen3": QWEN3,
+    "llama3.1": LLAMA31,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "latent": LATENT,
+}
 
 # A dense layer before mixtures, as DeepSeek-V3 has them, and sinks, as GPT-OSS has them.
 MIXTURE = {

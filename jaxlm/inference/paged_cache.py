@@ -278,6 +278,11 @@ class PagedLayer:
             at += len(to_Q) * section.rows
         return jnp.concatenate(outputs), dataclasses.replace(self, states=states)
 
+    @property
+    def is_own_pass(self) -> bool:
+        """False: pages hold earlier tokens."""
+        return False
+
     def view(self) -> PagedView:
         """Return the pages of the layer's tokens."""
         return PagedView(self.pages, self.of_tokens, self.key_range, self.tokens_last)

@@ -22,7 +22,8 @@ class WeightLayout:
 
     A step that ran a loop over stacked layers would copy each layer, or on a CPU convert all layers. On a CPU a matrix
     by its outputs, [out, in], is multiplied by one kernel whatever the number of rows, so that a row's result does not
-    depend on what shares its step; by its inputs the kernel changes with the number of rows.
+    depend on what shares its step; by its inputs the kernel changes with the number of rows. Of matrices that are
+    multiplied head by head, [heads, in, out], it does not.
 
     Args:
       by_outputs: whether matrices are [out, in].
@@ -41,6 +42,8 @@ class WeightLayout:
             sharding = self._sharding(of, mesh, rules)
             if not self._is_turned(of):
                 return jax.device_put(x, sharding)
+            if of.kept:
+                return _permute(of.shape, of.kept, sharding)(x)
             return _turn(math.prod(of.shape[i] for i in of.inputs), sharding)(x)
 
         return jax.tree_util.tree_map_with_path(kept, tree.unstack_layers(self.model, parameters))
@@ -51,7 +54,7 @@ class WeightLayout:
         def kept(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             of, shape = self._dimensions[_name(path)], x.shape
             if self._is_turned(of):
-                shape = tuple(math.prod(of.shape[i] for i in some) for some in (of.outputs, of.inputs))
+                shape = tuple(math.prod(of.shape[i] for i in some) for some in self._order(of))
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._sharding(of, mesh, rules))
 
         return jax.tree_util.tree_map_with_path(kept, tree.shapes(self.abstract, dtype))
@@ -61,6 +64,9 @@ class WeightLayout:
 
         def declared(path: tuple, x: jax.Array) -> jax.Array:
             of = self._dimensions[_name(path)]
+            if self._is_turned(of) and of.kept:
+                x = x.transpose([of.kept.index(i) for i in sorted(of.kept)])
+                return x.reshape(of.shape)
             return x.T.reshape(of.shape) if self._is_turned(of) else x
 
         return nnx.merge(self.graph, jax.tree_util.tree_map_with_path(declared, stored))
@@ -69,7 +75,11 @@ class WeightLayout:
         sharding = named_sharding(of.axes, of.shape, mesh, rules)
         if not self._is_turned(of):
             return sharding
-        return NamedSharding(mesh, PartitionSpec(*(_over(sharding.spec, each) for each in (of.outputs, of.inputs))))
+        return NamedSharding(mesh, PartitionSpec(*(_over(sharding.spec, each) for each in self._order(of))))
+
+    def _order(self, of: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """Return the dimensions of a turned matrix that each dimension of the kept array holds."""
+        return tuple((i,) for i in of.kept) if of.kept else (of.outputs, of.inputs)
 
     def _is_turned(self, of: Dimensions) -> bool:
         return self.by_outputs and bool(of.inputs) and not of.looked_up and not of.by_outputs
@@ -79,6 +89,16 @@ class WeightLayout:
 def _turn(inputs: int, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """Return a program that turns matrices of so many inputs: one for all layers."""
     return jax.jit(lambda x: x.reshape(inputs, -1).T, out_shardings=sharding)
+
+
+@lru_cache
+def _permute(
+    shape: tuple[int, ...], order: tuple[int, ...], sharding: NamedSharding
+) -> Callable[[jax.Array], jax.Array]:
+    """Return a program that lays out the axes of a layer's matrix in another order: one for all layers."""
+    own = [size for i, size in enumerate(shape) if i in order]
+    among = sorted(order)
+    return jax.jit(lambda x: x.reshape(own).transpose([among.index(i) for i in order]), out_shardings=sharding)
 
 
 def _name(path: tuple) -> str:

@@ -66,6 +66,11 @@ class LayerCache(Protocol):
         """
         ...
 
+    @property
+    def is_own_pass(self) -> bool:
+        """True if it holds the tokens of this pass alone: then a layer may give it other arrays than its slots."""
+        ...
+
     def view(self) -> CacheView | PagedView:
         """Return the slots of tokens for reading, and the keys among them that each token of the last update sees."""
         ...
@@ -116,6 +121,11 @@ class OwnTokens(NamedTuple):
         tokens = ChunkRows(rows.is_token_BT, rows.begins_BT)
         outputs_BT, _ = scan(recurrence, recurrence.initial_states(len(rows.is_token_BT)), tokens, *inputs)
         return outputs_BT, self
+
+    @property
+    def is_own_pass(self) -> bool:
+        """True: earlier tokens are not here."""
+        return True
 
     def view(self) -> CacheView:
         """Return the arrays as they are. No token sees keys after its own."""

@@ -10,6 +10,9 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Count, InWords, Kinds, NonNegative, Positive, Section, chosen, kind_of, merged
+from jaxlm.models.latent_config import LatentAttentionConfig
+from jaxlm.models.layer_config import AttentionConfig as AttentionConfig
+from jaxlm.models.layer_config import LayerConfig
 from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
 
 NormPlacement = Literal["before", "after", "both"]
@@ -55,37 +58,6 @@ class LayerNormConfig(NormConfig):
     """Multiply by a learned parameter."""
     bias: bool = True
     """Add a learned bias."""
-
-
-class LayerConfig(Section):
-    """A section from which a part of every layer is made: attention, or the feed-forward layer.
-
-    Attributes:
-      activations: names of the activations that rematerialisation can keep.
-      training_keys: keys that inference does not read.
-      logical_axes: by key, the logical axis of the parameters' dimensions of that size; a mesh must divide those that
-        its axes shard.
-    """
-
-    kind: str
-    activations: ClassVar[tuple[str, ...]] = ()
-    training_keys: ClassVar[frozenset[str]] = frozenset()
-    logical_axes: ClassVar[Mapping[str, str]] = {}
-
-    @classmethod
-    def with_sizes(cls, table: dict[str, Any], d_model: int) -> dict[str, Any]:
-        """Return a table of this section with the sizes that follow from the model's width where it has none."""
-        return table
-
-
-class AttentionConfig(LayerConfig):
-    """A section from which attention is made. With a key `window` a token sees that many tokens at most, or all.
-
-    Attributes:
-      rotated: the key that holds the channels of a head, of which rotary positions rotate a part; None rotates none.
-    """
-
-    rotated: ClassVar[str | None] = None
 
 
 class GroupedQueryAttentionConfig(AttentionConfig):
@@ -352,7 +324,7 @@ class MixtureFeedForwardConfig(LayerConfig):
 POSITIONS = Kinds(RopeConfig, LearnedPositionsConfig, NoPositionsConfig)
 # The sections of tables of `[model]`, to which `jaxlm.models` registers further kinds.
 NORMS = Kinds(RMSNormConfig, LayerNormConfig)
-ATTENTIONS = Kinds(GroupedQueryAttentionConfig)
+ATTENTIONS = Kinds(GroupedQueryAttentionConfig, LatentAttentionConfig)
 FEED_FORWARDS = Kinds(DenseFeedForwardConfig, MixtureFeedForwardConfig)
 
 

@@ -64,6 +64,17 @@ _REGISTRY = Registry(NORMS, NormConfig, {RMSNormConfig: RMSNorm, LayerNormConfig
 register, unregister = _REGISTRY.register, _REGISTRY.unregister
 
 
-def norm(model: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...] | None = None, axes: str = "channels") -> Norm:
-    """Return the norm that the configuration names, over dimensions of this shape; over the residual's where None."""
+def norm(
+    model: ModelConfig,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...] | None = None,
+    axes: str = "channels",
+    epsilon: float | None = None,
+) -> Norm:
+    """Return the norm that the configuration names, over dimensions of this shape; over the residual's where None.
+
+    `epsilon`: in place of the configuration's, for a kind of norm that has one.
+    """
+    if epsilon is not None and "epsilon" in type(model.norm).model_fields:
+        model = model.model_copy(update={"norm": model.norm.model_copy(update={"epsilon": epsilon})})
     return _REGISTRY.of(model.norm)(model, rngs, shape or (model.d_model,), axes)

@@ -40,7 +40,7 @@ def shapes_alone() -> Iterator[None]:
         yield
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) -> nnx.Param:
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer, kept: str = "") -> nnx.Param:
     """Declare a float32 parameter; the only way to do so.
 
     Args:
@@ -50,10 +50,11 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
         that it makes ("embed -> heads head_dim"), or a reversed one where those that it makes stand first
         ("experts feed_forward <- embed"); a vector of gains or biases has none ("heads head_dim").
       init: initializer of `jax.nn.initializers`.
+      kept: the axes in the order in which an engine on a CPU keeps a matrix that is multiplied head by head.
 
-    Returns an `nnx.Param` with metadata `axes`, all names, `inputs`, those that it contracts, and `by_outputs`, whether
-    these stand last: weight decay, `linear` and the sharding table read them, so that nothing is ever guessed from a
-    number of dimensions.
+    Returns an `nnx.Param` with metadata `axes`, all names, `inputs`, those that it contracts, `by_outputs`, whether
+    these stand last, and `kept`: weight decay, `linear`, the engine and the sharding table read them, so that nothing
+    is ever guessed from a number of dimensions.
     """
     by_outputs = "<-" in axes
     left, arrow, right = axes.partition("<-" if by_outputs else "->")
@@ -61,7 +62,8 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
     if len(names) != len(shape):
         raise ValueError(f"axes {axes!r} name {len(names)} dimensions; the shape {shape} has {len(shape)}")
     value = jnp.zeros(shape, jnp.float32) if _shapes_alone.value else init(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, axes=names, inputs=tuple(inputs.split()) if arrow else (), by_outputs=by_outputs)
+    contracted = tuple(inputs.split()) if arrow else ()
+    return nnx.Param(value, axes=names, inputs=contracted, by_outputs=by_outputs, kept=tuple(kept.split()))
 
 
 def state(shape: tuple[int, ...], axes: str, rate: float) -> nnx.Param:

@@ -91,6 +91,7 @@ class Dimensions:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     table: bool  # a matrix with a row or column per token or position: embedding, unembedding
+    kept: tuple[int, ...] = ()  # the order of a matrix that is multiplied head by head in an engine on a CPU
     is_state: bool = False  # no gradient moves it
 
     @property
@@ -129,7 +130,8 @@ def dimensions(tree: nnx.State) -> Tree:
         inputs = rest[len(rest) - count :] if leaf.get_metadata().get("by_outputs") else rest[:count]
         outputs = tuple(i for i in rest if i not in inputs)
         table = bool(leaf.inputs) and not _TABLES.isdisjoint(leaf.axes)
-        return Dimensions(leaf.axes, leaf.shape, stack, inputs, outputs, table, is_state(leaf))
+        kept = tuple(leaf.axes.index(name) for name in leaf.get_metadata().get("kept", ()))
+        return Dimensions(leaf.axes, leaf.shape, stack, inputs, outputs, table, kept, is_state(leaf))
 
     return read(tree, of)
 

@@ -22,7 +22,7 @@ _UNMEASURED = ("mosaic_gpu",)  # beside Triton's, which serve more calls
 def paged_attention(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     *,
     key_range: KeyRange | tuple[Any, Any],
@@ -41,7 +41,7 @@ def paged_attention(
       query: [Q, T, N, H] in float32, bfloat16 or float16: T queries of each of Q sequences.
       key: [P, K, H, S], pages of S tokens, of any of these dtypes; N a multiple of K, as in `flash_attention`.
       value: [P, K, S, V] like key. Products contract H of keys and S of values, and are the faster for finding them
-        before the last axis.
+        before the last axis. Or V: a token's value is then the first V channels of its key, and "xla" serves alone.
       table: int32 [Q, M]: the pages of a sequence's tokens, of which the key at position p lies at index p modulo S of
         page p // S. Entries of pages that nobody sees may be any.
       key_range: int32 [Q, T] each: query t sees the positions from start to before end. One that sees nothing gives
@@ -61,12 +61,11 @@ def paged_attention(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     _check(query, key, value, table, key_range, sinks)
-    reasons = {
-        name: lambda _, kernel=kernel: kernel.unsupported_reason(query, value) for name, kernel in KERNELS.items()
-    }
+    reasons = {name: lambda _, name=name: _unsupported_reason(name, query, value) for name in KERNELS}
     chosen = choose("paged_attention", implementation, reasons | {"xla": lambda _: None}, by_name=_UNMEASURED)
-    if 0 in (*query.shape[:3], *value.shape, *table.shape):  # of nothing there is one result
-        return jnp.zeros((*query.shape[:3], value.shape[-1]), query.dtype)
+    width = value if isinstance(value, int) else value.shape[-1]
+    if 0 in (*query.shape[:3], *key.shape, width, *table.shape):  # of nothing there is one result
+        return jnp.zeros((*query.shape[:3], width), query.dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
     attend = (KERNELS | {"reference": reference, "xla": xla})[chosen].paged_attention
@@ -78,18 +77,31 @@ def kernel_on(chip: TargetChip, query: Any, value: Any) -> str | None:
     """Return the kernel that None takes on a chip, which need not be here, or None without one.
 
     Args:
-      query, value: arrays, or shapes and dtypes.
+      query, value: arrays, or shapes and dtypes; or the number of a key's channels that are its value.
     """
 
     def unsupported_reason(name: str) -> str | None:
-        return cannot_lower(name, chip) or KERNELS[name].unsupported_reason(query, value)
+        return cannot_lower(name, chip) or _unsupported_reason(name, query, value)
 
     name = fastest("paged_attention", unsupported_reason, KERNELS, chip, _UNMEASURED).name
     return name if name in KERNELS else None
 
 
+def _unsupported_reason(name: str, query: Any, value: Any) -> str | None:
+    """Return why a kernel cannot serve a call, or None."""
+    if isinstance(value, int):
+        return "values are a part of the keys"
+    return KERNELS[name].unsupported_reason(query, value)
+
+
 def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any], sinks: Any) -> None:
     operation = "paged_attention"
+    if isinstance(value, int):
+        checks.array(operation, key=key)
+        if key.ndim == 4 and value > key.shape[2]:
+            raise ValueError(f"{operation}: values of {value} channels are no part of keys {list(key.shape)}")
+        shape = (*key.shape[:2], key.shape[3], value) if key.ndim == 4 else key.shape
+        value = jax.ShapeDtypeStruct(shape, key.dtype)
     checks.array(operation, query=query, key=key, value=value, table=table)
     checks.floating(operation, query=query, key=key, value=value, sinks=sinks)
     if not query.ndim == key.ndim == value.ndim == 4 or table.ndim != 2:

@@ -18,6 +18,7 @@ def _case(
     queries: int = 1,
     heads: tuple[int, int] = (4, 2),
     width: tuple[int, int] = (32, 32),
+    is_part: bool = False,
     page: int = 32,
     pages: int = 4,
     window: int | None = None,
@@ -29,7 +30,8 @@ def _case(
     """Return a case whose sequences end before the last page does; queries are their last tokens.
 
     Args:
-      heads: of queries and keys. width: of keys and values. page: tokens. pages: of each sequence, drawn among as many.
+      heads: of queries and keys. width: of keys and values. is_part: values are the first channels of keys. page:
+        tokens. pages: of each sequence, drawn among as many.
       window: the most tokens that a query sees. empty: the first sequence sees nothing.
       sinks: each query head has one.
     """
@@ -48,6 +50,9 @@ def _case(
     if empty:
         end[0] = start[0]
     options = {"key_range": KeyRange(start, end)} | (options or {})
+    if is_part:
+        arrays.pop("value")
+        options |= {"value": V}
     return KernelCase(name, arrays, options, roundings=_ROUNDINGS, **more)
 
 
@@ -114,6 +119,16 @@ CASES = (
         pages=2,
         dtypes=("float16",),
     ),
+    _case("values in keys", heads=(6, 1), width=(40, 24), is_part=True, dtypes=("float32", "bfloat16")),
+    _case(
+        "values in keys, tile, cap, no keys",
+        queries=9,
+        heads=(4, 2),
+        width=(48, 48),
+        is_part=True,
+        empty=True,
+        options={"soft_cap": 2.0},
+    ),
     _case("small", page=32, uses={"bench"}),
     _case("8 × 2048, 32/8 × 128", sequences=8, heads=(32, 8), width=(128, 128), **_CHIPS),
     _case("1 × 2048, 32/8 × 128", sequences=1, heads=(32, 8), width=(128, 128), **_CHIPS),
@@ -142,7 +157,9 @@ CASES = (
 def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     structs = case.structs(dtype)
     kernel = KERNELS.get(implementation)
-    return kernel is None or kernel.unsupported_reason(structs["query"], structs["value"]) is None
+    if kernel is None:
+        return True
+    return "value" in structs and kernel.unsupported_reason(structs["query"], structs["value"]) is None
 
 
 OPERATION = KernelOperation(

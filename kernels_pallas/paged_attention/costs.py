@@ -64,23 +64,33 @@ class PageCost(NamedTuple):
 
 
 def page_cost(
-    query: jax.ShapeDtypeStruct, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct, soft_cap: float | None
+    query: jax.ShapeDtypeStruct, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct | int, soft_cap: float | None
 ) -> PageCost:
     """Return the cost of one page of each sequence, for operands as `kernels_pallas.paged_attention` takes them: query
-    [Q, T, N, H], key [P, K, H, S] and value [P, K, S, V]."""
-    (Q, T, N, H), (_, K, S, V) = query.shape, value.shape
+    [Q, T, N, H], key [P, K, H, S] and value [P, K, S, V], or V where values are a part of the keys."""
+    (Q, T, N, H), (_, K, _, S), V = query.shape, key.shape, _width(value)
     rows = padded_queries(T, N // K, H, V, S) * (N // K)
     columns = padded_columns(V)
     scores, sums = Q * K * rows * S, Q * K * rows * columns
-    pages = Q * K * S * (H + V) * key.dtype.itemsize
-    through_memory = scores * (4 + 4 + 2 * value.dtype.itemsize) + 2 * 4 * sums
+    pages, itemsize = Q * K * S * (H + V) * key.dtype.itemsize, key.dtype.itemsize
+    through_memory = scores * (4 + 4 + 2 * itemsize) + 2 * 4 * sums
     return PageCost(
         ((Q * K, rows, H, S), (Q * K, rows, S, columns)),
         scores * (_SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0)) + _RESCALE_FLOPS * sums,
-        pages,
+        Q * K * S * _stored(H, value) * itemsize,
         3 * pages + through_memory,
-        pages + scores * (4 + value.dtype.itemsize) + 2 * 4 * sums,
+        pages + scores * (4 + itemsize) + 2 * 4 * sums,
     )
+
+
+def _width(value: Any) -> int:
+    """Return the channels of values."""
+    return value if isinstance(value, int) else value.shape[3]
+
+
+def _stored(H: int, value: Any) -> int:
+    """Return the numbers of a token in pages, for each key head."""
+    return H if isinstance(value, int) else H + value.shape[3]
 
 
 def kernel_costs(
@@ -95,7 +105,7 @@ def kernel_costs(
 ) -> KernelCosts:
     """Return the costs of an implementation's kernels, or without one of a kernel that reads each page once, on these
     arrays, or shapes and dtypes, if all pages of the table are seen. There is no derivative."""
-    each = launch_costs(implementation, query, key, value, table.shape[1] * value.shape[2], soft_cap)
+    each = launch_costs(implementation, query, key, value, table.shape[1] * key.shape[3], soft_cap)
     return KernelCosts(KernelCost(*map(sum, zip(*each, strict=True))), KernelCost())
 
 
@@ -103,7 +113,7 @@ def launch_costs(
     implementation: str | None,
     query: jax.ShapeDtypeStruct,
     key: jax.ShapeDtypeStruct,
-    value: jax.ShapeDtypeStruct,
+    value: jax.ShapeDtypeStruct | int,
     tokens: int,
     soft_cap: float | None,
 ) -> tuple[KernelCost, ...]:
@@ -112,7 +122,7 @@ def launch_costs(
     if implementation not in ("triton", "mosaic_gpu"):
         return (one_kernel_cost(query, key, value, tokens, soft_cap),)
     of_lanes = lanes(query.shape[1], tokens)
-    return lanes_cost(query, key, value, tokens, of_lanes, soft_cap), join_cost(query, value.shape[3], of_lanes)
+    return lanes_cost(query, key, value, tokens, of_lanes, soft_cap), join_cost(query, _width(value), of_lanes)
 
 
 def lanes(queries: int, tokens: int) -> int:
@@ -123,23 +133,23 @@ def lanes(queries: int, tokens: int) -> int:
 def one_kernel_cost(
     query: jax.ShapeDtypeStruct,
     key: jax.ShapeDtypeStruct,
-    value: jax.ShapeDtypeStruct,
+    value: jax.ShapeDtypeStruct | int,
     tokens: int,
     soft_cap: float | None,
 ) -> KernelCost:
     """Return the cost of a kernel that attends to this many tokens of each sequence by itself, for operands as
     `page_cost` takes them: each token is read once, and the result is written."""
-    (Q, T, N, H), (_, K, _, V) = query.shape, value.shape
+    (Q, T, N, H), K, V = query.shape, key.shape[1], _width(value)
     scores, rows = Q * T * N * tokens, Q * T * N
     flops = scores * (2 * (H + V) + _SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0))
-    moved = Q * K * tokens * (H + V) * key.dtype.itemsize + rows * (H + V) * query.dtype.itemsize
+    moved = Q * K * tokens * _stored(H, value) * key.dtype.itemsize + rows * (H + V) * query.dtype.itemsize
     return KernelCost(flops, scores, moved)
 
 
 def lanes_cost(
     query: jax.ShapeDtypeStruct,
     key: jax.ShapeDtypeStruct,
-    value: jax.ShapeDtypeStruct,
+    value: jax.ShapeDtypeStruct | int,
     tokens: int,
     lanes: int,
     soft_cap: float | None,
@@ -147,7 +157,7 @@ def lanes_cost(
     """Return the cost of the kernel that attends to this many tokens of each sequence, for operands as `page_cost`
     takes them: each token is read once, and the sums of each lane are written."""
     flops, scores, moved = one_kernel_cost(query, key, value, tokens, soft_cap)
-    rows, V = math.prod(query.shape[:3]), value.shape[3]
+    rows, V = math.prod(query.shape[:3]), _width(value)
     return KernelCost(flops, scores, moved - rows * V * query.dtype.itemsize + lane_bytes(rows, lanes, V))
 
 

@@ -10,7 +10,7 @@ from kernels_pallas.flash_attention.key_range import KeyRange
 def paged_attention(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     *,
     key_range: KeyRange,
@@ -24,6 +24,7 @@ def paged_attention(
         (Q, M), (_, K, S, H) = table.shape, pages.shape
         return pages[table].transpose(0, 1, 3, 2, 4).reshape(Q, M * S, K, H)
 
-    key, value = gathered(jnp.swapaxes(key, 2, 3)), gathered(value)
+    keys = gathered(jnp.swapaxes(key, 2, 3))
+    values = keys[..., :value] if isinstance(value, int) else gathered(value)
     options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
-    return reference.flash_attention(query, key, value, **options)
+    return reference.flash_attention(query, keys, values, **options)

@@ -24,7 +24,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 def paged_attention(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     *,
     key_range: KeyRange,
@@ -37,7 +37,8 @@ def paged_attention(
     Pages begin at multiples of S, whoever reads them, so that each row adds the same numbers in the same order. A page
     of which a row sees nothing leaves its sums as they are.
     """
-    (Q, T, N, H), (_, K, S, V), M = query.shape, value.shape, table.shape[1]
+    (Q, T, N, H), (_, K, _, S), M = query.shape, key.shape, table.shape[1]
+    V = value if isinstance(value, int) else value.shape[3]
     G = N // K
     if more := padded_queries(T, G, H, V, S) - T:
         query = jnp.pad(query, [(0, 0), (0, more), (0, 0), (0, 0)])
@@ -46,7 +47,8 @@ def paged_attention(
         return paged_attention(query, key, value, table, **options)[:, :T]
     key_range = KeyRange(jnp.maximum(key_range.start, 0), jnp.minimum(key_range.end, M * S))
     wide = jnp.promote_types(query.dtype, key.dtype)
-    query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, T * G, H)
+    # Heads first, so that devices with heads of their own, which share a key head, have rows that follow one another.
+    query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(Q, K, G * T, H)
 
     def scored(query_QKRH: jax.Array, key_QKHS: jax.Array) -> jax.Array:
         """Return the scores [Q, K, R, S] of a page of each sequence."""
@@ -54,10 +56,10 @@ def paged_attention(
         return scores if soft_cap is None else soft_capped(scores, soft_cap)
 
     sums = _of_all_pages if target.platform() == "gpu" else _page_after_page
-    sinks_1K1G = None if sinks is None else sinks.astype(jnp.float32).reshape(1, K, 1, G)
-    total, attended = sums(query_QKRH, key, value, table, _SeenKeys.of(*key_range), scored, sinks_1K1G)
+    sinks_1KG1 = None if sinks is None else sinks.astype(jnp.float32).reshape(1, K, G, 1)
+    total, attended = sums(query_QKRH, key, value, table, _SeenKeys.of(*key_range), scored, sinks_1KG1)
     attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(Q, T, N, V).astype(query.dtype)
 
 
 class _SeenKeys(NamedTuple):
@@ -75,10 +77,10 @@ class _SeenKeys(NamedTuple):
         return cls(start_QT, end_QT, jnp.min(jnp.where(is_seen_QT, start_QT, last_Q[:, None]), axis=1), last_Q)
 
     def masked(self, scores_QKRS: jax.Array, index_QS: jax.Array) -> jax.Array:
-        """Return the scores [Q, K, T, G, S] of the keys at these positions, the lowest of all where none is seen."""
+        """Return the scores [Q, K, G, T, S] of the keys at these positions, the lowest of all where none is seen."""
         (Q, K, _, S), T = scores_QKRS.shape, self.start_QT.shape[1]
         seen_QTS = (self.start_QT[..., None] <= index_QS[:, None]) & (index_QS[:, None] < self.end_QT[..., None])
-        return jnp.where(seen_QTS[:, None, :, None], scores_QKRS.reshape(Q, K, T, -1, S), _LOWEST)
+        return jnp.where(seen_QTS[:, None, None], scores_QKRS.reshape(Q, K, -1, T, S), _LOWEST)
 
     def values(self, value_QKSV: jax.Array, index_QS: jax.Array) -> jax.Array:
         """Return the values at these positions with zeros where nobody sees them, and in columns beyond V."""
@@ -91,15 +93,15 @@ class _SeenKeys(NamedTuple):
 def _page_after_page(
     query_QKRH: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     seen: _SeenKeys,
     scored: Callable,
-    sinks_1K1G: jax.Array | None,
+    sinks_1KG1: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of weights [Q, K, T, G], and of weighted values, of which the columns from V on are zeros."""
-    (Q, K, R, _), (*_, S, V), T = query_QKRH.shape, value.shape, seen.start_QT.shape[1]
-    page_Q, columns = seen.first_Q // S, padded_columns(V)
+    """Return the sums of weights [Q, K, G, T], and of weighted values, of which the columns from V on are zeros."""
+    (Q, K, R, _), S, T = query_QKRH.shape, key.shape[3], seen.start_QT.shape[1]
+    page_Q, columns = seen.first_Q // S, padded_columns(value if isinstance(value, int) else value.shape[3])
     pages = jnp.max((seen.last_Q + S - 1) // S - page_Q)
 
     def read(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -107,20 +109,21 @@ def _page_after_page(
         at_Q = page_Q + i
         there_Q = jnp.take_along_axis(table, jnp.minimum(at_Q, table.shape[1] - 1)[:, None], axis=1)[:, 0]
         index_QS = at_Q[:, None] * S + jnp.arange(S)[None]
-        scores = seen.masked(scored(query_QKRH, key[there_Q]), index_QS)
+        key_QKHS = key[there_Q]
+        value_QKSV = _part(key_QKHS, value) if isinstance(value, int) else value[there_Q]
+        scores = seen.masked(scored(query_QKRH, key_QKHS), index_QS)
         larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
         weights = _weights(scores, larger)
         kept = jnp.exp(largest - larger)
-        value_QKSV = seen.values(value[there_Q], index_QS)
-        product = _product(weights.reshape(Q, K, R, S).astype(value.dtype), value_QKSV)
+        product = _product(weights.reshape(Q, K, R, S).astype(key.dtype), seen.values(value_QKSV, index_QS))
         attended = attended * kept[..., None] + product.reshape(*attended.shape)
         return larger, total * kept + jnp.sum(weights, axis=-1), attended
 
-    sizes = Q, K, T, R // T
-    if sinks_1K1G is None:
+    sizes = Q, K, R // T, T
+    if sinks_1KG1 is None:
         begins = jnp.full(sizes, _LOWEST), jnp.zeros(sizes)
     else:  # as after one key with this score and no value
-        begins = jnp.broadcast_to(sinks_1K1G, sizes), jnp.ones(sizes)
+        begins = jnp.broadcast_to(sinks_1KG1, sizes), jnp.ones(sizes)
     _, total, attended = jax.lax.fori_loop(0, pages, read, (*begins, jnp.zeros((*sizes, columns))))
     return total, attended
 
@@ -128,34 +131,40 @@ def _page_after_page(
 def _of_all_pages(
     query_QKRH: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     seen: _SeenKeys,
     scored: Callable,
-    sinks_1K1G: jax.Array | None,
+    sinks_1KG1: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what `_page_after_page` does, of all pages of the table, gathered at once.
 
     Products are of one page each. The sums of pages are added in pairs, so that pages beyond those that a row sees,
     which are zeros, change none of its bits.
     """
-    (Q, M), (_, K, S, _), (_, _, R, H) = table.shape, value.shape, query_QKRH.shape
+    (Q, M), (_, K, _, S), (_, _, R, H) = table.shape, key.shape, query_QKRH.shape
     every = _SeenKeys(*(jnp.repeat(x, M, axis=0) for x in seen))
     page_P, index_PS = table.reshape(Q * M), jnp.tile(jnp.arange(M * S).reshape(M, S), (Q, 1))
     query_PKRH = jnp.broadcast_to(query_QKRH[:, None], (Q, M, K, R, H)).reshape(Q * M, K, R, H)
-    scores = every.masked(scored(query_PKRH, key.at[page_P].get(mode="clip")), index_PS)
+    key_PKHS = key.at[page_P].get(mode="clip")
+    value_PKSV = _part(key_PKHS, value) if isinstance(value, int) else value.at[page_P].get(mode="clip")
+    scores = every.masked(scored(query_PKRH, key_PKHS), index_PS)
     scores = scores.reshape(Q, M, *scores.shape[1:])
     largest = jnp.max(scores, axis=(1, -1), keepdims=True)[..., 0]
-    if sinks_1K1G is not None:
-        largest = jnp.maximum(largest, sinks_1K1G[None])
+    if sinks_1KG1 is not None:
+        largest = jnp.maximum(largest, sinks_1KG1[None])
     weights = _weights(scores, largest)
-    value_PKSV = every.values(value.at[page_P].get(mode="clip"), index_PS)
-    attended = _product(weights.reshape(Q * M, K, R, S).astype(value.dtype), value_PKSV)
+    attended = _product(weights.reshape(Q * M, K, R, S).astype(key.dtype), every.values(value_PKSV, index_PS))
     of_pages = _in_pairs(jnp.moveaxis(weights, -1, 1))  # XLA's sum depends on the number of rows
     total = _in_pairs(of_pages)
-    if sinks_1K1G is not None:
-        total = total + jnp.exp(sinks_1K1G - largest[:, 0])
+    if sinks_1KG1 is not None:
+        total = total + jnp.exp(sinks_1KG1 - largest[:, 0])
     return total, _in_pairs(attended.reshape(*weights.shape[:-1], -1))
+
+
+def _part(key_QKHS: jax.Array, width: int) -> jax.Array:
+    """Return the first channels of the keys of pages as values, [Q, K, S, V]."""
+    return jnp.swapaxes(key_QKHS[:, :, :width], 2, 3)
 
 
 def _weights(scores: jax.Array, largest: jax.Array) -> jax.Array:

@@ -61,7 +61,8 @@ def test_attention_has_the_gradients_that_are_asked_for(targets, platform):
 
 
 def _check_counts(settings, targets, remat, platform):
-    model = model_fixtures.model(settings, attention={**settings["attention"], "head_dim": 16})
+    wide = {"nope_dim": 8} if settings["attention"].get("kind") == "latent" else {"head_dim": 16}
+    model = model_fixtures.model(settings, attention={**settings["attention"], **wide})
     lora = LoraConfig(rank=4, targets=targets)
     changes = {"remat": remat, "kernels": "auto", "microbatches": 2}
     steps = TrainStep(

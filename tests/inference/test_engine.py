@@ -42,12 +42,13 @@ SCALINGS = [
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
-KEPT = ["('mixed', 'float32')", "('mixture', 'float32')", "('llama', 'float32', (2,))"]
+KEPT = ["('mixed', 'float32')", "('mixture', 'float32')", "('latent', 'float32')", "('llama', 'float32', (2,))"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 CASES += [
     ("llama", "float32", (2,)),
     ("mixed", "float32", (2, 2)),
     ("mixture", "float32", (2, 1, 2)),
+    ("latent", "float32", (2, 1, 2)),
     ("llama", "bfloat16", (2, 1, 2)),
 ]  # on devices
 

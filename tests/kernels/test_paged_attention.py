@@ -116,6 +116,34 @@ def test_rows_depend_on_their_own_sequence_alone_to_the_bit(name, sinks):
             np.testing.assert_array_equal(alone, together[part])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_are_a_part_of_the_keys_are_those_values_to_the_bit(dtype):
+    """Promises of rows then hold for them too; beside NaN in what nobody sees."""
+    (key, _, query), seen = drawn(3, dtype), ranges(*SEEN)
+    q, width = query(3, 2), 5
+    apart = jnp.swapaxes(key[:, :, :width], 2, 3)
+    attend = program("xla")
+    expected = attend(q, key, apart, TABLE, key_range=seen)
+    in_keys = jax.jit(lambda key: paged_attention(q, key, width, TABLE, key_range=seen, implementation="xla"))
+    np.testing.assert_array_equal(np.float32(in_keys(key)), np.float32(expected))
+    unseen = set(range(PAGES)) - set(np.asarray(TABLE).ravel().tolist())
+    spoiled = key.at[jnp.asarray(sorted(unseen))].set(jnp.nan).at[4, ..., 8:].set(jnp.nan)
+    np.testing.assert_array_equal(np.float32(in_keys(spoiled)), np.float32(expected))
+
+
+@pytest.mark.parametrize(
+    "value, implementation, said",
+    [
+        (9, "xla", "values of 9 channels are no part of keys"),
+        (4, "triton", "values are a part of the keys"),
+    ],
+)
+def test_values_that_are_no_part_of_the_keys_are_refused(value, implementation, said):
+    (key, _, query), seen = drawn(1), ranges(*SEEN)
+    with pytest.raises((ValueError, NotImplementedError), match=said):
+        attend(implementation, query(3, 2), key, value, TABLE, key_range=seen)
+
+
 def program(name):
     """Return an implementation, interpreted in one compiled program for each shape."""
     call = interpreted()(functools.partial(paged_attention, implementation=name))

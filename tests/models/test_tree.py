@@ -62,6 +62,9 @@ PUBLISHED = {
     "olmoe-1b-7b": 6_919_161_856,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "glm-4.5-air": 106_852_245_504,
@@ -244,6 +247,27 @@ GOLDEN_AXES |= {
     "glm-4.5": stacked(GOLDEN_AXES["llama"] | BIASES, "dense")
     | stacked(GOLDEN_AXES["llama"] | BIASES | CHOSEN | SHARED, "mixture"),
     "minimax": GOLDEN_AXES["olmoe"] | CHOSEN,
+}
+LATENT = without(GOLDEN_AXES["llama"], "layers/attention/query", "layers/attention/key", "layers/attention/value") | {
+    "layers/attention/query_latent": "layers embed latent",
+    "layers/attention/query_norm/scale": "layers latent",
+    "layers/attention/query_from_latent": "layers latent heads head_dim",
+    "layers/attention/latent": "layers embed latent",
+    "layers/attention/latent_norm/scale": "layers latent",
+    "layers/attention/rope_key": "layers embed head_dim",
+    "layers/attention/key": "layers latent heads head_dim",
+    "layers/attention/value": "layers latent heads head_dim",
+}
+LITE = without(
+    LATENT,
+    "layers/attention/query_latent",
+    "layers/attention/query_norm/scale",
+    "layers/attention/query_from_latent",
+) | {"layers/attention/query": "layers embed heads head_dim"}
+GOLDEN_AXES |= {
+    "deepseek-v2": stacked(LATENT, "dense") | stacked(LATENT | EXPERTS | SHARED, "mixture"),
+    "deepseek-v2-lite": stacked(LITE, "dense") | stacked(LITE | EXPERTS | SHARED, "mixture"),
+    "deepseek-v3": stacked(LATENT, "dense") | stacked(LATENT | CHOSEN | SHARED, "mixture"),
 }
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}

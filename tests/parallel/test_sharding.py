@@ -35,7 +35,7 @@ def test_there_are_ten_ways_to_factor_eight():
 @pytest.mark.parametrize(
     "family, mesh",
     sampled(
-        [pytest.param(family, mesh) for family in ("llama", "gpt2") for mesh in MESHES],
+        [pytest.param(family, mesh) for family in ("llama", "gpt2", "latent") for mesh in MESHES],
         ["gpt2-(2, 2, 2)"],
     ),
     ids=str,

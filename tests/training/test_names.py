@@ -35,7 +35,7 @@ def products(family, **training):
     sampled(
         [
             pytest.param(family, settings)
-            for family in ("llama", "gpt2")
+            for family in ("llama", "gpt2", "latent")
             for settings in ({}, {"scan_layers": False}, {"remat": "full", "microbatches": 2})
         ],
         ["gpt2-{'scan_layers': False}", "llama-{'remat': 'full', 'microbatches': 2}"],

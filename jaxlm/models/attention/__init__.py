@@ -7,10 +7,16 @@ from flax import nnx
 
 from jaxlm.core.registry import Registry
 from jaxlm.models.attention.gqa import GroupedQueryAttention
+from jaxlm.models.attention.latent import LatentAttention
 from jaxlm.models.cache import Mixer
 from jaxlm.models.config import ATTENTIONS, AttentionConfig, GroupedQueryAttentionConfig, ModelConfig
+from jaxlm.models.latent_config import LatentAttentionConfig
 
-_REGISTRY = Registry(ATTENTIONS, AttentionConfig, {GroupedQueryAttentionConfig: GroupedQueryAttention})
+_REGISTRY = Registry(
+    ATTENTIONS,
+    AttentionConfig,
+    {GroupedQueryAttentionConfig: GroupedQueryAttention, LatentAttentionConfig: LatentAttention},
+)
 register, unregister = _REGISTRY.register, _REGISTRY.unregister
 
 

@@ -8,6 +8,7 @@ from jaxlm.models.doors.activation import activation as activation
 from jaxlm.models.doors.activation import gated as gated
 from jaxlm.models.doors.attention import attention as attention
 from jaxlm.models.doors.attention import named_heads as named_heads
+from jaxlm.models.doors.by_head import by_head as by_head
 from jaxlm.models.doors.elementwise import Dropout as Dropout
 from jaxlm.models.doors.elementwise import add as add
 from jaxlm.models.doors.elementwise import scale as scale

@@ -229,6 +229,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
+    value_dim: int | None = None,
 ) -> jax.Array:
     """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H].
 
@@ -236,10 +237,13 @@ def attention(
       view: has a `key` and a `value`, [B, S, K, H], or pages of them.
       sinks: [N], a score of each head that has no value.
       window: the most keys that a token sees, which the key range of the view holds already; for recordings.
+      value_dim: the first channels of a key that are its value, of a view without a `value`.
     """
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
     if isinstance(view, PagedView):
-        return paged_attention(query_BTNH, view, sinks, **options)
+        return paged_attention(query_BTNH, view, sinks, value_dim=value_dim, **options)
+    if value_dim is not None:
+        view = view._replace(arrays={**view.arrays, "value": view.arrays["key"][..., :value_dim]})
     return _attention(query_BTNH, view, sinks, **options)
 
 

@@ -27,6 +27,7 @@ def linear(
     biases: Sequence[nnx.Param | None] = (),
     names: Sequence[str] = (),
     num_query_heads: int | None = None,
+    gathers: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Return x [B, T, *inputs] · matrix [*inputs, *outputs] (+ bias [*outputs]) of each matrix, in x's dtype; of one
     with an adapter x·W + scale · (x·A)·B.
@@ -39,23 +40,25 @@ def linear(
       names: of the results, for rematerialisation; none has one where this is empty.
       num_query_heads: query heads that read the key/value heads. Where devices hold fewer of those than they need, each
         is computed and kept by all devices whose query heads read it.
+      gathers: False lets each device multiply its part of the residual, and results lie as this does.
     """
     bases = [matrix.base if isinstance(matrix, AdaptedMatrix) else matrix for matrix in matrices]
-    if bases[0].inputs == ("embed",):
+    if bases[0].inputs == ("embed",) and gathers:
         x = gather(x)
     query_heads = [num_query_heads if "kv_heads" in axes_of(matrix) else None for matrix in bases]
     # Adapters come first, so that the gradients of x by the other matrices follow one another: these are parts of sums
     # over devices, which are then added once.
     added = [
-        _adapted(x, matrix, _result_axes(base), heads) if isinstance(matrix, AdaptedMatrix) else None
+        _adapted(x, matrix, _result_axes(base, gathers), heads) if isinstance(matrix, AdaptedMatrix) else None
         for matrix, base, heads in zip(matrices, bases, query_heads, strict=True)
     ]
     results = []
     for i, (base, matrix) in enumerate(zip(bases, matrices, strict=True)):
-        axes, of_adapter = _result_axes(base), added[i]
+        axes, of_adapter = _result_axes(base, gathers), added[i]
         with nullcontext() if matrix is base else jax.named_scope(matrix.name or ""):
-            y = _product(x, base, biases[i] if biases else None, query_heads[i], axes)
-            if names or axes == RESIDUAL:
+            rows = GATHERED[:2] if gathers else axes[:2]
+            y = _product(x, base, biases[i] if biases else None, query_heads[i], axes, rows)
+            if names or axes == RESIDUAL or not gathers:
                 y = constrain(y, *axes)
             y = y if of_adapter is None else y + of_adapter
         results.append(checkpoint_name(y, names[i]) if names else y)
@@ -72,10 +75,10 @@ def _adapted(x: jax.Array, matrix: AdaptedMatrix, axes: Axes, num_query_heads: i
         return constrain(_product(x_BTR, matrix.b, None, num_query_heads, axes, rows), *axes)
 
 
-def _result_axes(matrix: nnx.Param) -> Axes:
+def _result_axes(matrix: nnx.Param, gathers: bool) -> Axes:
     """Return the logical axes of a product with a matrix: what is as wide as the residual is added to it."""
-    outputs = axes_of(matrix)[len(matrix.inputs) :]
-    return RESIDUAL if outputs == ("embed",) else (*GATHERED[:2], *(f"act_{axis}" for axis in outputs))
+    outputs, rows = axes_of(matrix)[len(matrix.inputs) :], GATHERED[:2] if gathers else RESIDUAL[:2]
+    return RESIDUAL if outputs == ("embed",) else (*rows, *(f"act_{axis}" for axis in outputs))
 
 
 def _signature(

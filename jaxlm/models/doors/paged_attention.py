@@ -1,6 +1,7 @@
 """Attention over keys and values in the pages of an engine."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxlm.models.doors.cost import (
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import HEADS, Axes
 from jaxlm.models.views import PagedView
+from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import KeyRange
@@ -34,9 +36,10 @@ KEY_PAGES: Axes = (None, "act_kv_heads", "act_head_dim", None)
 VALUE_PAGES: Axes = (None, "act_kv_heads", None, "act_head_dim")
 
 
-def _pages(view: PagedView) -> tuple[jax.Array, jax.Array]:
-    """Return the pages of keys [P, K, H, S] and of values [P, K, S, V]."""
-    return view.pages_of("key", tokens_last=True), view.pages_of("value", tokens_last=False)
+def _pages(view: PagedView, value_dim: int | None) -> tuple[jax.Array, jax.Array | None]:
+    """Return the pages of keys [P, K, H, S] and of values [P, K, S, V]; None where these are a part of the keys."""
+    key = view.pages_of("key", tokens_last=True)
+    return key, view.pages_of("value", tokens_last=False) if value_dim is None else None
 
 
 def _signature(
@@ -47,12 +50,15 @@ def _signature(
     scale: float | None,
     soft_cap: float | None,
     window: int | None,
+    value_dim: int | None,
 ) -> Signature:
-    key, value = _pages(view)
-    attended_R1NV = jax.ShapeDtypeStruct((*query_R1NH.shape[:3], value.shape[-1]), query_R1NH.dtype)
+    key, value = _pages(view, value_dim)
+    width = value_dim if value is None else value.shape[-1]
+    attended_R1NV = jax.ShapeDtypeStruct((*query_R1NH.shape[:3], width), query_R1NH.dtype)
     of_sinks = None if sinks is None else sinks[...], HEADS[2:3]
     operands = [(query_R1NH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES), of_sinks]
-    return Signature(operands, [(attended_R1NV, HEADS)], {"soft_cap": soft_cap, "window": window})
+    options = {"soft_cap": soft_cap, "window": window, "value_dim": value_dim}
+    return Signature(operands, [(attended_R1NV, HEADS)], options)
 
 
 def visible_fraction(queries: int, keys: int, window: int | None) -> VisibleFraction:
@@ -71,7 +77,7 @@ def _declare(local: Local) -> DoorCost:
         unpadded = (each for each in local.sections if isinstance(each, UnpaddedReads))
         products = [product for each in unpadded for product in _unpadded_products(local, each)]
         return DoorCost(tuple(products), counts_all_steps=True)
-    query, _, value = (each.abstract for each in local.operands[:3])
+    query, _, value = _abstract(local)
     if local.kernels and local.platform != "cpu":
         chip = target.of_kind(local.platform, local.device_kind) if local.device_kind else target.any_of(local.platform)
         if kernel := kernel_on(chip, query, value):
@@ -81,7 +87,7 @@ def _declare(local: Local) -> DoorCost:
 
 def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str) -> DoorCost:
     """Declare the kernels of each section, of all steps as one."""
-    query, key, value = (each.abstract for each in local.operands[:3])
+    query, key, value = _abstract(local)
     (*_, N, H), (_, K, S, V) = query.shape, value.shape
     products: list[DoorProduct] = []
     parts: list[KernelCost] = []
@@ -138,14 +144,22 @@ def _by_gather(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost
 
 def _page_cost(local: Local, section: costs.SectionReads) -> costs.PageCost:
     """Return the cost of one page of each sequence of a section."""
-    query, key, value = local.operands[:3]
+    query, key, value = _abstract(local)
     rows = jax.ShapeDtypeStruct((section.sequences, section.queries, *query.shape[2:]), query.dtype)
-    return costs.page_cost(rows, key.abstract, value.abstract, local.options["soft_cap"])
+    return costs.page_cost(rows, key, value, local.options["soft_cap"])
+
+
+def _abstract(local: Local) -> tuple[Any, Any, Any]:
+    """Return the shapes and dtypes of queries, keys and values; of values that are a part of the keys their number of
+    channels."""
+    query, key, *values = (each.abstract for each in local.operands)
+    width = local.options["value_dim"]
+    return query, key, values[0] if width is None else width
 
 
 def _unpadded_products(local: Local, reads: UnpaddedReads) -> Iterator[DoorProduct]:
     """Yield the two products of attention without padding: queries with keys, and weights with values."""
-    (_, _, N, H), (_, K, _, _), (*_, V) = (each.shape for each in local.operands[:3])
+    (_, _, N, H), (_, K, _, _), (*_, V) = (each.shape for each in (*local.operands[:2], *local.results))
     sequences, queries, keys = reads
     visible = visible_fraction(queries, keys, local.options["window"])
     scores, pv = (sequences * K, N // K * queries, H, keys), (sequences * K, N // K * queries, keys, V)
@@ -154,7 +168,17 @@ def _unpadded_products(local: Local, reads: UnpaddedReads) -> Iterator[DoorProdu
 
 
 def _attend(query: Any, key: Any, value: Any, table: Any, sinks: Any, *key_range: Any, **options: Any) -> jax.Array:
+    value_dim = options.pop("value_dim")
+    value = value_dim if value is None else value
     return attend(query, key, value, table, sinks=sinks, key_range=KeyRange(*key_range), **options)
+
+
+def _run_by_xla(operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
+    """Return an operation of keys that are whole on each device, and of its own heads."""
+    call = functools.partial(operation, implementation="xla", **options)
+    # XLA for TPUs fails on some maps over devices that are inside another. On a CPU rows are computed in one way
+    # if each device has those of its own heads by itself.
+    return call(*(x for x, _ in operands)) if target.platform() == "tpu" else on_each_device(call, *operands)
 
 
 @door(_signature, _declare, pinned=True)
@@ -166,13 +190,16 @@ def paged_attention(
     scale: float | None,
     soft_cap: float | None,
     window: int | None,
+    value_dim: int | None,
 ) -> jax.Array:
     """Return the attention of the rows of an engine's step, section after section, [R, 1, N, V]
     (`kernels_pallas.paged_attention`).
 
-    The arguments are those of `attention`.
+    The arguments are those of `attention`. XLA computes with values that are a part of the keys, of which no kernel
+    knows.
     """
-    (key, value), attended, first = _pages(view), [], 0
+    (key, value), attended, first = _pages(view, value_dim), [], 0
+    run = kernels.run if value_dim is None else _run_by_xla
     for section in view.sections:
         table_QM, rows = section.table, section.rows
         Q = len(table_QM)
@@ -183,7 +210,7 @@ def paged_attention(
         operands = *operands, (None if sinks is None else sinks[...], HEADS[2:3])
         ranges = (start_QT, HEADS[:2]), (end_QT, HEADS[:2])
         with jax.named_scope(costs.loop_name(rows, window)):
-            attended_QTNV = kernels.run(_attend, *operands, *ranges, scale=scale, soft_cap=soft_cap)
+            attended_QTNV = run(_attend, *operands, *ranges, scale=scale, soft_cap=soft_cap, value_dim=value_dim)
         attended.append(attended_QTNV.reshape(Q * rows, 1, *attended_QTNV.shape[2:]))
         first += Q * rows
     return jnp.concatenate(attended)

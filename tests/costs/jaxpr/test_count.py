@@ -238,12 +238,13 @@ SETTINGS = [
     pytest.param("gpt2", {"remat": ("query", "key", "value", "up")}, {}, id="gpt2"),
     pytest.param("qwen3", {"remat": ("attention",), "dropout": 0.1, "z_loss": 1e-4}, {}, id="qwen3, dropout"),
     pytest.param("llama3.1", {"scan_layers": False}, {"kind": "muon"}, id="llama3.1, muon"),
+    pytest.param("latent", {"remat": ("latent", "attention")}, {"kind": "muon"}, id="latent, muon"),
 ]
 
 
 @pytest.mark.parametrize(
     "family, training, optimization",
-    sampled(SETTINGS, ["llama3.1, muon"]),
+    sampled(SETTINGS, ["llama3.1, muon", "latent, muon"]),
 )
 def test_products_of_the_training_step_are_those_that_run(family, training, optimization):
     mesh = meshes.make()
@@ -282,7 +283,7 @@ def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
     assert written == ([] if microbatches == 1 else [("all-reduce", ("data",), sent)])
 
 
-@pytest.mark.parametrize("family", sampled(["llama", "mistral", "gpt2"], ["mistral"]))
+@pytest.mark.parametrize("family", sampled(["llama", "mistral", "gpt2", "latent"], ["mistral", "latent"]))
 def test_loops_over_data_run_as_often_as_their_arguments_say(family):
     """The bound of the loop over pages follows from the positions of an engine's rows."""
     model = model_fixtures.model(model_fixtures.FAMILIES[family], context_length=128)

@@ -1,0 +1,37 @@
+"""The sections from which the parts of a layer are made, whatever their kind. Imports no JAX."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxlm.core.schema import Section
+
+
+class LayerConfig(Section):
+    """A section from which a part of every layer is made: attention, or the feed-forward layer.
+
+    Attributes:
+      activations: names of the activations that rematerialisation can keep.
+      training_keys: keys that inference does not read.
+      logical_axes: by key, the logical axis of the parameters' dimensions of that size; a mesh must divide those that
+        its axes shard.
+    """
+
+    kind: str
+    activations: ClassVar[tuple[str, ...]] = ()
+    training_keys: ClassVar[frozenset[str]] = frozenset()
+    logical_axes: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def with_sizes(cls, table: dict[str, Any], d_model: int) -> dict[str, Any]:
+        """Return a table of this section with the sizes that follow from the model's width where it has none."""
+        return table
+
+
+class AttentionConfig(LayerConfig):
+    """A section from which attention is made. With a key `window` a token sees that many tokens at most, or all.
+
+    Attributes:
+      rotated: the key that holds the channels of a head, of which rotary positions rotate a part; None rotates none.
+    """
+
+    rotated: ClassVar[str | None] = None

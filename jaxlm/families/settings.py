@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Change, Section, changes, kind_of, merged, shown
-from jaxlm.families import inert, quantized, sparse_layers
+from jaxlm.families import inert, latent_keys, quantized, sparse_layers
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
@@ -340,6 +340,10 @@ _COMPOSITES = {
     "attention in every layer": _AttentionAlone(),
     "sparse layers": sparse_layers.SparseLayers(),
     "layers after dense ones": sparse_layers.LayersAfterDenseOnes(),
+    "listed dense layers": sparse_layers.ListedDenseLayers(),
+    "groups by their best expert": sparse_layers.GroupsByBestExpert(),
+    "latent heads": latent_keys.LatentHeads(),
+    "latent scores": latent_keys.LatentScores(),
     "expert groups": sparse_layers.ExpertGroups(),
     "shared experts": sparse_layers.SharedExperts(),
     "normalised weights + 1e-20": sparse_layers.NormalisedWeights(1e-20),

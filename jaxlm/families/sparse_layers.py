@@ -51,6 +51,47 @@ class LayersAfterDenseOnes:
         return {"first_k_dense_replace": len(dense), **dense_width(model, family)}
 
 
+class ListedDenseLayers:
+    """GLM-4.7-Flash lists its layers as dense or sparse; without a list the first is dense."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        layers, first = values["num_layers"], entries.pop("first_k_dense_replace", None)
+        counted = ["dense" if layer < (1 if first is None else first) else "sparse" for layer in range(layers)]
+        types = entries.pop("mlp_layer_types", None) or counted
+        if not isinstance(types, list) or len(types) != layers or set(types) - {"dense", "sparse"}:
+            raise InputError(f'{where}: mlp_layer_types must be a list of {layers} layers, each "dense" or "sparse"')
+        if first is not None and types != counted:
+            raise InputError(f"{where}: mlp_layer_types and first_k_dense_replace = {first} differ; leave one out")
+        if "sparse" not in types:
+            raise InputError(f"{where}: mlp_layer_types leaves no layer with experts")
+        return pattern([kind == "sparse" for kind in types], entries.pop("intermediate_size"))
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        dense = dense_layers(model)
+        types = ["dense" if layer in dense else "sparse" for layer in range(model.num_layers)]
+        return {"mlp_layer_types": types, **dense_width(model, family)}
+
+
+class GroupsByBestExpert:
+    """DeepSeek-V2 scores groups of experts by the best expert of each, or has none."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        method, count, kept = (entries.pop(key, None) for key in ("topk_method", "n_group", "topk_group"))
+        if method == "greedy":
+            return {}
+        if method != "group_limited_greedy":
+            raise InputError(f"{where}: topk_method = {method!r}, and jaxlm has greedy and group_limited_greedy alone")
+        return {"feed_forward": {"router": {"groups": {"count": count or 1, "kept": kept or 1, "score": "max"}}}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        groups = model.feed_forward.router.groups
+        if groups is None:
+            return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
+        if groups.score != "max":
+            raise InputError(f"{family.name} scores groups of experts by their best")
+        return {"topk_method": "group_limited_greedy", "n_group": groups.count, "topk_group": groups.kept}
+
+
 def pattern(sparse: list[bool], width: int) -> dict[str, Any]:
     """Return the keys of [model] for layers with experts, by layer, and dense layers of this width between them."""
     if all(sparse):

@@ -300,15 +300,55 @@ def _glm4_moe(r: random.Random) -> Settings:
     return base | {"first_k_dense_replace": dense} | _flags(r, "norm_topk_prob", "use_qk_norm")
 
 
+def _latent(r: random.Random) -> Settings:
+    """Return settings with latent attention: a scaling of YaRN has both slopes, or none."""
+    base = _without(_decoder(r, **_experts(r, "n_routed_experts", "moe_intermediate_size")), ["head_dim"])
+    base |= {"num_key_value_heads": base["num_attention_heads"], "tie_word_embeddings": False}
+    base |= {"kv_lora_rank": r.choice((14, 22)), "q_lora_rank": r.choice((None, 18, 26)), "qk_rope_head_dim": 8}
+    base |= {"qk_nope_head_dim": r.choice((10, 14)), "v_head_dim": r.choice((6, 10, 30))}
+    base |= {"n_shared_experts": r.choice((1, 2)), "routed_scaling_factor": r.choice((1.0, 2.5))}
+    base["rope_parameters"] = rope = {"rope_type": "default", "rope_theta": r.choice((500.0, 10000.0))}
+    if r.random() < 0.5:
+        original = r.choice(ORIGINALS)
+        rope |= {"rope_type": "yarn", "factor": r.choice((2.0, 4.0)), "original_max_position_embeddings": original}
+        rope |= r.choice(({}, {"mscale": 0.7, "mscale_all_dim": 0.7}, {"mscale": 1.2, "mscale_all_dim": 0.6}))
+    return base
+
+
+def _deepseek_v2(r: random.Random) -> Settings:
+    base = _latent(r)
+    base["hidden_size"] = base["num_attention_heads"] * r.choice((8, 12))  # the class asks for it
+    if r.random() < 0.5:
+        base |= {"n_routed_experts": 12, "n_group": 4, "topk_group": r.choice((1, 2, 3)), "num_experts_per_tok": 3}
+        base |= {"topk_method": "group_limited_greedy"}
+    return base | {"first_k_dense_replace": r.randint(0, base["num_hidden_layers"] - 1)}
+
+
+def _deepseek_v3(r: random.Random) -> Settings:
+    base = _latent(r) | {"n_group": 1, "topk_group": 1, "num_mtp_layers": 0}
+    if r.random() < 0.5:
+        base |= {"n_routed_experts": 12, "n_group": 3, "topk_group": r.choice((1, 2)), "num_experts_per_tok": 3}
+    return base | {"first_k_dense_replace": r.randint(0, base["num_hidden_layers"] - 1)} | _flags(r, "norm_topk_prob")
+
+
+def _glm4_moe_lite(r: random.Random) -> Settings:
+    base = _without(_deepseek_v3(r), ["first_k_dense_replace", "num_mtp_layers"])
+    types = [r.choice(("dense", "sparse")) for _ in range(base["num_hidden_layers"] - 1)] + ["sparse"]
+    return base | {"mlp_layer_types": types, "num_nextn_predict_layers": 0}
+
+
 _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "arcee": _llama,
     "cohere2": _cohere2,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "exaone4": _exaone4,
     "gemma": _decoder,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "granite": _granite,

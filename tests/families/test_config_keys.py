@@ -18,6 +18,8 @@ TINY = {**BASES, "llama": LLAMA, "gpt2": GPT2, "gpt_neox": NEOX} | {
     if name not in (*BASES, "llama", "gpt2", "gpt_neox")
 }
 TINY["starcoder2"].pop("rms_norm_eps")
+for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):  # every head has keys of its own
+    TINY[name] |= {"num_key_value_heads": LLAMA["num_attention_heads"]}
 
 
 def read(family, **keys):

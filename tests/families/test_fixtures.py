@@ -131,7 +131,14 @@ def test_all_dimensions_differ(name):
     inner = config.get("intermediate_size") or config["n_inner"]
     length, layers = len(fixture["sequences"][0]), config.get("num_hidden_layers") or config["n_layer"]
     sizes = [width, inner, config["vocab_size"], length, head]
-    sizes += [] if name in SAME_WIDTH else [heads * head, kv_heads * head, heads, kv_heads]
+    if (latent := config.get("kv_lora_rank")) is not None:
+        nope, value, kv_heads = config["qk_nope_head_dim"], config["v_head_dim"], 0
+        head = nope + config["qk_rope_head_dim"]
+        sizes = [width, inner, config["vocab_size"], length, nope, config["qk_rope_head_dim"], value, latent, heads]
+        sizes += [heads * (nope + sizes[5]), heads * (nope + value), heads * value, latent + sizes[5]]
+        sizes += [config["q_lora_rank"]] if config["q_lora_rank"] else []
+    else:
+        sizes += [] if name in SAME_WIDTH else [heads * head, kv_heads * head, heads, kv_heads]
     assert len(set(sizes)) == len(sizes)
     assert name in SAME_WIDTH or (kv_heads < heads and heads * head != width)
     assert layers not in sizes
@@ -169,6 +176,7 @@ def tensors_by_pattern(fixture):
     )
     every, first = config.get("decoder_sparse_step") or 1, config.get("first_k_dense_replace", 0)
     dense = [*range(first), *config.get("mlp_only_layers", [])]
+    dense += [n for n, kind in enumerate(config.get("mlp_layer_types", [])) if kind == "dense"]
     sparse = [n for n in layers if experts and (n + 1) % every == 0 and n not in dense]
     numbers = {}
     for key in (pattern(name) for name in fixture["tensors"]):
@@ -198,6 +206,9 @@ def test_names_are_the_published_ones(name):
         published |= {name: 2 for name in dense if ".mlp." in name}
     if config["model_type"] == "glm4_moe" and not config["use_qk_norm"]:  # its smaller size, without biases here
         published = {key: rank for key, rank in published.items() if not re.search(r"[qk]_norm|_proj\.bias", key)}
+    if config["model_type"] == "deepseek_v2" and config["q_lora_rank"] is None:  # V2-Lite
+        published = {key: rank for key, rank in published.items() if ".q_" not in key}
+        published["model.layers.L.self_attn.q_proj.weight"] = 2
     assert {pattern(key): len(shape) for key, shape in fixture["tensors"].items()} == published
     assert Counter(pattern(name) for name in fixture["tensors"]) == tensors_by_pattern(fixture)
 

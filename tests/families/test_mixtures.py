@@ -26,7 +26,7 @@ from jaxlm.models import tree
 from jaxlm.parallel.rules import TRAIN
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
-MIXTURES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "minimax_m2", "glm4_moe"]
+MIXTURES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "minimax_m2", "glm4_moe", "deepseek_v3"]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 GLM = {
     "model_type": "glm4_moe", "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "n_group": 1,
@@ -48,6 +48,44 @@ MINIMAX = {
     "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6,
     "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "shared_intermediate_size": 0,
     "tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+}  # fmt: skip
+
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+LATENT = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000, "attention_bias": False,
+    "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "pretraining_tp": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+V2 = LATENT | {
+    "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 5120, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "num_hidden_layers": 60, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "n_shared_experts": 2, "n_routed_experts": 160, "num_experts_per_tok": 6, "q_lora_rank": 1536,
+    "first_k_dense_replace": 1, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0, "norm_topk_prob": False, "scoring_func": "softmax",
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+V2_LITE = V2 | {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "q_lora_rank": None, "n_group": 1,
+    "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+}  # fmt: skip
+V3 = LATENT | {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "q_lora_rank": 1536,
+    "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "num_nextn_predict_layers": 1,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+# Kimi K2 (arXiv:2507.20534, table 2) is one of V3's configurations.
+K2 = V3 | {
+    "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+FLASH = {
+    "model_type": "glm4_moe_lite", "num_hidden_layers": 47, "n_shared_experts": 1, "num_nextn_predict_layers": 1,
+    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
 
@@ -199,6 +237,11 @@ def test_a_fixture_notices_that_experts_of_other_groups_are_masked_by_zero(monke
         pytest.param(AIR, 106_852_245_504, 13_424_123_904, 5_760, id="GLM-4.5-Air"),
         pytest.param(GLM, 352_797_814_784, 33_632_251_904, 14_240, id="GLM-4.5"),
         pytest.param(MINIMAX, 228_689_748_992, 11_030_537_216, 15_872, id="MiniMax-M2"),
+        pytest.param(V2_LITE, 15_706_484_224, 2_661_150_208, 0, id="DeepSeek-V2-Lite"),
+        pytest.param(V2, 235_741_434_880, 21_375_800_320, 0, id="DeepSeek-V2"),
+        pytest.param(V3, 671_026_404_352, 37_552_282_624, 14_848, id="DeepSeek-V3"),
+        pytest.param(K2, 1_026_408_209_408, 32_861_477_888, 23_040, id="Kimi K2"),
+        pytest.param(FLASH, 29_943_390_976, 3_896_763_136, 2_944, id="GLM-4.7-Flash"),
     ],
 )
 def test_counts_are_those_of_transformers_modules(settings, total, active, state):
@@ -209,7 +252,16 @@ def test_counts_are_those_of_transformers_modules(settings, total, active, state
     assert sum(np.prod(d.shape) for d in declared.values() if d.is_state) == state
 
 
-@pytest.mark.parametrize(("name", "settings"), [("glm-4.5-air", AIR), ("minimax-m2", MINIMAX)])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("glm-4.5-air", AIR),
+        ("minimax-m2", MINIMAX),
+        ("deepseek-v2", V2),
+        ("deepseek-v2-lite", V2_LITE),
+        ("deepseek-v3", V3),
+    ],
+)
 def test_configurations_here_are_the_published_ones(name, settings):
     model, here = model_of(settings, name), config.load(MODELS / f"{name}.toml").model
     family = families()[settings["model_type"]]
@@ -243,6 +295,24 @@ def test_keys_of_glm_that_describe_no_model_are_refused(changes, message):
 def test_keys_of_minimax_that_describe_no_model_are_refused(changes, message):
     with pytest.raises(InputError, match=message):
         model_of(MINIMAX | changes, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "message"),
+    [
+        (V3, {"num_key_value_heads": 8}, "num_key_value_heads = 8, .* it can be 128 alone"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax', and jaxlm has deepseek_v3 with 'sigmoid' alone"),
+        (V3, {"rope_interleave": False}, "rope_interleave = False, and jaxlm has deepseek_v3 with True alone"),
+        (V2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc', and jaxlm has greedy and group_limited_greedy"),
+        (V2, {"norm_topk_prob": True}, "norm_topk_prob = True, and jaxlm has deepseek_v2 with False alone"),
+        (V3, {"index_topk": 2048}, "index_topk: jaxlm knows no such key"),
+        (FLASH, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45}, "mlp_layer_types and first_k_dense_replace = 1"),
+        (FLASH, {"mlp_layer_types": ["sparse"] * 9}, "mlp_layer_types must be a list of 47 layers"),
+    ],
+)
+def test_keys_of_deepseek_that_describe_no_model_are_refused(settings, changes, message):
+    with pytest.raises(InputError, match=message):
+        model_of(settings | changes, "config.json")
 
 
 @pytest.mark.parametrize(

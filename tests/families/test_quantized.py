@@ -17,6 +17,8 @@ from jaxlm.families.safetensors import LazyTensor, read_header
 from jaxlm.families.settings import model_of
 from jaxlm.parallel.rules import TRAIN
 
+QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight")  # the last of DeepSeek's, whose rows end within a block
+
 
 def stored(folder, arrays):
     """Write arrays into a file and read its header."""
@@ -125,14 +127,15 @@ def test_other_methods_are_refused_by_name(method):
         check_method({"text_config": {"quantization_config": {"quant_method": method}}}, "config.json")
 
 
-def test_a_quantized_model_is_read_and_exported_as_bfloat16(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_quantized_model_is_read_and_exported_as_bfloat16(family, tmp_path):
     from jaxlm.api import export
 
-    facts, _ = loud.read("qwen3")
+    facts, _ = loud.read(family)
     weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in loud.weights(facts, "loud").items()}
     arrays, plain = {}, {}
     for name, x in weights.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(QUANTIZED):
             values = x.astype(ml_dtypes.float8_e4m3fn)
             scales = np.full([-(-size // 16) for size in x.shape], 0.37, np.float32)
             arrays |= {name: values, f"{name}_scale_inv": scales}
@@ -147,8 +150,8 @@ def test_a_quantized_model_is_read_and_exported_as_bfloat16(tmp_path):
     (folder / "config.json").write_text(json.dumps(facts["config"] | {"quantization_config": described}))
     said = []
     export(folder, tmp_path / "plain", say=said.append)
-    [remark] = [line for line in said if "quantized" in line]
-    assert f"{sum(name.endswith('_proj.weight') for name in weights)} tensors are quantized" in remark
+    [remark] = [line for line in said if "are quantized" in line]
+    assert f"{sum(name.endswith(QUANTIZED) for name in weights)} tensors are quantized" in remark
     again = PublishedModel(tmp_path / "plain")
     assert "quantization_config" not in again.config
     assert again.stored.keys() == plain.keys()

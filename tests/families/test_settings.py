@@ -21,6 +21,7 @@ FAMILY_OF |= {name: name for name in ("glm4", "exaone4", "starcoder2", "nanochat
 FAMILY_OF |= {"mixtral": "mixtral", "olmoe": "olmoe"} | dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe")
 FAMILY_OF |= {"gpt-oss-20b": "gpt_oss", "gpt-oss-120b": "gpt_oss"}
 FAMILY_OF |= {"glm-4.5-air": "glm4_moe", "minimax-m2": "minimax_m2"}
+FAMILY_OF |= {"deepseek-v2": "deepseek_v2", "deepseek-v2-lite": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 # Without LongRoPE, or biases of the output, they have no part that these lack.
 FAMILY_OF |= {"phi3": "mistral", "phi4": "llama", "seed": "qwen2"}
 # The keys of config.json as they are published, but for nanochat's, which are those that transformers converts to.

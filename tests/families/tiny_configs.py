@@ -50,6 +50,16 @@ YARN = rope("yarn", 500.0, factor=4.0, beta_fast=0.2, beta_slow=0.0185, original
 YARN_UNROUNDED = YARN | {"truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}
 # The class's own theta: from the old spelling transformers reads no other for the layers with a window.
 YARN_GLOBAL = YARN | {"rope_theta": 500000.0, "beta_fast": 0.175, "beta_slow": 0.00105, "attention_factor": 1.3}
+# The two slopes are apart: cos and sin keep a factor beside that of the scores.
+YARN_LATENT = YARN_UNROUNDED | {"truncate": True, "beta_fast": 0.46, "beta_slow": 0.0248}
+
+
+def latent(**settings) -> dict:
+    """Return settings of a family with latent attention, whose keys are wider than its values."""
+    own = {"kv_lora_rank": 22, "q_lora_rank": 26, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    return without(common(moe_intermediate_size=28, **own), "head_dim") | {"num_key_value_heads": 6} | settings
+
+
 NEOX = without(
     common(
         hidden_size=72,
@@ -253,6 +263,57 @@ FAMILIES = {
             head_dim=12,
             num_mtp_layers=0,
             rope_parameters=rope(partial_rotary_factor=0.5),
+        ),
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        latent(
+            n_routed_experts=12,
+            n_group=4,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+            num_experts_per_tok=4,
+            n_shared_experts=2,
+            routed_scaling_factor=2.6,
+            first_k_dense_replace=1,
+            rope_parameters=YARN_LATENT,
+        ),
+    ),
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        latent(
+            n_routed_experts=7,
+            num_experts_per_tok=3,
+            n_shared_experts=1,
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=2,
+            q_lora_rank=None,
+        ),
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        latent(
+            n_routed_experts=12,
+            n_group=3,
+            topk_group=2,
+            num_experts_per_tok=4,
+            n_shared_experts=2,
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=1,
+            num_mtp_layers=0,
+            rope_parameters=YARN_LATENT,
+        ),
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        latent(
+            n_routed_experts=7,
+            num_experts_per_tok=3,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=1.7,
+            mlp_layer_types=["dense", "sparse", "dense"],
+            num_nextn_predict_layers=0,
         ),
     ),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),

@@ -48,7 +48,7 @@ def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | No
       refused: the chips of the catalog without a plan, with why.
       best: the JSON row of the first plan; None prints the table.
       limited: whether the run has a budget or a deadline: the table then has the time and the price of the run, in
-        place of the lower bound of the step.
+        place of the lower bound of the step and of tokens/s.
     """
     if best is not None:
         left_out = [{"target": target, "why": why} for target, why in refused.items()]
@@ -57,8 +57,8 @@ def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | No
     trains = plans[0].work.kind == "train"
     several = len({str(plan.target) for plan in plans}) > 1 or bool(refused)
     settings = ("micro", "remat") if trains else ()
-    run, bound = (("run", "$/run"), ()) if limited else ((), ("at least",))
-    figures = numbers("memory", "step", *bound, "tokens/s", "MFU", *run, *("$/Mtok", "J/tok") * several)
+    run, of_step = (("run", "$/run"), ()) if limited else ((), ("at least", "tokens/s"))
+    figures = numbers("memory", "step", *of_step, "MFU", *run, *("$/Mtok", "J/tok") * several)
     where = [] if several else [f"on {plans[0].target}"]
     table = TextTable([*names(*["chips"] * several, "mesh", *settings), *figures], _title(plans[0], *where))
     for plan in shown(plans):
@@ -85,12 +85,11 @@ def _cells(plan: "Plan", trains: bool, limited: bool) -> list[str]:
         units.or_dash(plan.usd_per_run, "{:,.0f}".format),
     )
     return [
-        str(plan.work.layout),
+        str(plan.work.layout).replace(" × ", "×"),
         *((str(plan.work.microbatches), remat) if trains else ()),
         f"{plan.memory.total / plan.capacity:.0%}{_TIGHT * (plan.fits and not plan.leaves_headroom)}",
         units.seconds(plan.time.expected),
-        *(() if limited else (units.seconds(plan.time.lower_bound),)),
-        f"{plan.tokens_per_s:,.0f}",
+        *(() if limited else (units.seconds(plan.time.lower_bound), f"{plan.tokens_per_s:,.0f}")),
         f"{plan.mfu:.0%}",
         *(run if limited else ()),
     ]

@@ -40,7 +40,7 @@ def test_every_measurement_runs_on_a_cpu(tmp_path, only):
 
 @pytest.mark.slow
 def test_it_ends_at_its_time_limit_with_what_it_has(tmp_path):
-    done, results = measured(tmp_path, "--dry-run", "--minutes", "0.1", "--only", "decoding")
+    done, results = measured(tmp_path, "--dry-run", "--minutes", "0.03", "--only", "decoding")
     assert done.returncode == 0 and "stopped; what was measured is kept" in done.stderr
     assert all(each["ended"] == "the time limit" for each in results["measurements"])
 

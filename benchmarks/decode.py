@@ -53,12 +53,13 @@ def engine_steps(model: Path, rows: int, context: int, dtype: str, exact: bool) 
     return interleave.Worker(run, facts)
 
 
-def transformers_steps(model: Path, rows: int, context: int, dtype: str) -> interleave.Worker:
-    """Return a worker with the forward pass of transformers for one token of each of `rows` sequences."""
+def transformers_steps(model: Path, rows: int, context: int, dtype: str, **options: Any) -> interleave.Worker:
+    """Return a worker with the forward pass of transformers for one token of each of `rows` sequences. `options`: of
+    loading the model."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options).eval()
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, loaded.config.vocab_size, (rows, context), generator=generator)
     with torch.no_grad():

@@ -22,7 +22,7 @@ import interleave
 import numpy as np
 import results
 import tomli_w
-from decode import engine_steps
+from decode import engine_steps, transformers_steps
 from training_steps import jaxlm_steps
 
 EXPERTS, CHOSEN, WIDTH = 16, 2, 512
@@ -40,6 +40,7 @@ SIZES = {
     "norm_topk_prob": True,
     "max_position_embeddings": 2048,
 }
+EXPERTS_OF_PEER = "grouped_mm"  # the fastest that transformers has
 CONTEXT, PROMPT, ROWS, TOKENS = 256, 1024, 2, 256
 TRAINING = f"""
 [training]
@@ -69,25 +70,7 @@ def peer(model: Path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="grouped_mm")
-
-
-def decode_peer(model: Path, rows: int) -> interleave.Worker:
-    """Return a worker with transformers' pass for one token of each of `rows` sequences."""
-    import torch
-
-    loaded = peer(model).eval()
-    with torch.no_grad():
-        state = loaded(torch.randint(0, SIZES["vocab_size"], (rows, CONTEXT)), use_cache=True, logits_to_keep=1)
-
-    @torch.no_grad()
-    def run(n: int) -> None:
-        nonlocal state
-        for _ in range(n):
-            token = state.logits[:, -1].argmax(-1, keepdim=True)
-            state = loaded(token, past_key_values=state.past_key_values, use_cache=True)
-
-    return interleave.Worker(run, lambda: {"threads": torch.get_num_threads()})
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation=EXPERTS_OF_PEER)
 
 
 def prefill_engine(model: Path) -> interleave.Worker:
@@ -161,7 +144,9 @@ Make = Callable[[Path], interleave.Worker]
 CASES: dict[str, dict[str, Make]] = {
     f"decode, {rows} row{'s' * (rows > 1)}": {
         "jaxlm": partial(engine_steps, rows=rows, context=CONTEXT, dtype="float32", exact=True),
-        "transformers": partial(decode_peer, rows=rows),
+        "transformers": partial(
+            transformers_steps, rows=rows, context=CONTEXT, dtype="float32", experts_implementation=EXPERTS_OF_PEER
+        ),
     }
     for rows in (1, 8)
 }

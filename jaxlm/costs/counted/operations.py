@@ -231,7 +231,7 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
     scope = _scope(use, declared.scope) if declared.weight is None else device.recording.parameter(use)
     least, most = declared.bytes, declared.bytes + declared.unfused
     times = use.times * declared.times
-    groups = None if declared.groups == 1 else RowGroups(declared.groups, declared.product.m)
+    groups = None if declared.groups is None else RowGroups(declared.groups, declared.product.m)
     return Operation(scope, "forward", times, declared.product, least, most, visible=declared.visible, groups=groups)
 
 

@@ -151,8 +151,11 @@ def least_moved(op: Operation, work: Workload, stack: Stack) -> float:
     if work.kind == "train" or op.product is None:
         return op.least_bytes
     if _has_weights(op):
-        batch, _, k, n = op.product
-        return op.least_bytes - batch * k * n * (work.itemsize - stack.weight_bytes(work.itemsize))
+        batch, m, k, n = op.product
+        weights = batch * k * n * work.itemsize
+        if op.groups is not None:  # those of the groups that have rows
+            weights = op.least_bytes - batch * m * (k + n) * work.itemsize
+        return op.least_bytes - weights * (1 - stack.weight_bytes(work.itemsize) / work.itemsize)
     return op.least_bytes * stack.cache_share(work.itemsize)
 
 

@@ -130,7 +130,7 @@ class DoorProduct(NamedTuple):
       all_gradients: both of its gradients are computed, whoever asks for one.
       visible: of its scores, which stay inside the door: the backward pass asks for them again, whatever is kept.
       times: so many in a use of the door.
-      groups: of its rows, each of which has a matrix of its own.
+      groups: the number of groups of its rows, each with a matrix of its own; None of a product with one matrix.
     """
 
     product: Product
@@ -141,7 +141,7 @@ class DoorProduct(NamedTuple):
     all_gradients: bool = False
     visible: VisibleFraction | None = None
     times: int = 1
-    groups: int = 1
+    groups: int | None = None
 
 
 class ProductKernel(NamedTuple):

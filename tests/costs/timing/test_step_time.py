@@ -289,3 +289,17 @@ def test_experts_are_products_that_take_longer_in_smaller_groups(chips):
     assert few["products"].seconds < many["products"].seconds
     assert 1.5 * few["products"].seconds < wide["products"].seconds < 2.1 * few["products"].seconds
     assert few["products"].seconds > few["attention"].seconds / 4
+
+
+@pytest.mark.parametrize("experts", [1, 8])
+def test_narrow_weights_are_read_sooner_also_those_of_experts(experts):
+    """One expert is a product too, and no attention."""
+    target = Target.parse("h100-sxm5:8")
+    model = sized(num_experts=experts, experts_per_token=1)
+    work = changed(
+        WORK, model=model, kind="decode", batch=8, sequence=64, layout=meshes.layout(1, 1, 8), kernels="auto"
+    )
+    work = changed(work, microbatches=1, remat="none").on(target.chip)
+    wide, narrow = (step_time(work, target, Stack(**stack)).parts for stack in ({}, {"precision": "int8"}))
+    assert narrow["attention"].seconds == wide["attention"].seconds
+    assert narrow["products"].ideal < 0.55 * wide["products"].ideal  # bytes at the published bandwidth

@@ -185,7 +185,7 @@ class Transformer(Module):
             return block(*operands)
 
         if self.groups.unrolled:  # equal blocks are traced once, and XLA writes out what calls them
-            layer = jax.jit(layer)
+            layer = jax.jit(layer, inline=True)
 
         def run(block: Block, carry: tuple, at: LayerIndex) -> tuple:
             x_BTD, cache = carry

@@ -1,7 +1,7 @@
 """Attention over keys and values in the pages of an engine."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -173,14 +173,6 @@ def _attend(query: Any, key: Any, value: Any, table: Any, sinks: Any, *key_range
     return attend(query, key, value, table, sinks=sinks, key_range=KeyRange(*key_range), **options)
 
 
-def _run_by_xla(operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
-    """Return an operation of keys that are whole on each device, and of its own heads."""
-    call = functools.partial(operation, implementation="xla", **options)
-    # XLA for TPUs fails on some maps over devices that are inside another. On a CPU rows are computed in one way
-    # if each device has those of its own heads by itself.
-    return call(*(x for x, _ in operands)) if target.platform() == "tpu" else on_each_device(call, *operands)
-
-
 @door(_signature, _declare, pinned=True)
 def paged_attention(
     query_R1NH: jax.Array,
@@ -196,10 +188,11 @@ def paged_attention(
     (`kernels_pallas.paged_attention`).
 
     The arguments are those of `attention`. XLA computes with values that are a part of the keys, of which no kernel
-    knows.
+    knows. Each device computes its own heads by itself, also by XLA: on a CPU rows are then computed in one way.
     """
     (key, value), attended, first = _pages(view, value_dim), [], 0
-    run = kernels.run if value_dim is None else _run_by_xla
+    implementation = kernels.implementation() if value_dim is None else "xla"
+    options = {"scale": scale, "soft_cap": soft_cap, "value_dim": value_dim, "implementation": implementation}
     for section in view.sections:
         table_QM, rows = section.table, section.rows
         Q = len(table_QM)
@@ -210,7 +203,7 @@ def paged_attention(
         operands = *operands, (None if sinks is None else sinks[...], HEADS[2:3])
         ranges = (start_QT, HEADS[:2]), (end_QT, HEADS[:2])
         with jax.named_scope(costs.loop_name(rows, window)):
-            attended_QTNV = run(_attend, *operands, *ranges, scale=scale, soft_cap=soft_cap, value_dim=value_dim)
+            attended_QTNV = on_each_device(functools.partial(_attend, **options), *operands, *ranges)
         attended.append(attended_QTNV.reshape(Q * rows, 1, *attended_QTNV.shape[2:]))
         first += Q * rows
     return jnp.concatenate(attended)

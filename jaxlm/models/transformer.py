@@ -184,7 +184,9 @@ class Transformer(Module):
         def layer(block: Block, *operands: Any) -> tuple:
             return block(*operands)
 
-        if self.groups.unrolled:  # equal blocks are traced once, and XLA writes out what calls them
+        if self.groups.unrolled:
+            # Equal blocks are traced once and written out. XLA for TPUs would keep calls of a large function, and abort
+            # on maps over devices there that are inside another map.
             layer = jax.jit(layer, inline=True)
 
         def run(block: Block, carry: tuple, at: LayerIndex) -> tuple:

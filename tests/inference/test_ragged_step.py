@@ -1,6 +1,7 @@
 """The engine's step: what it reads is what one forward pass over the whole text does."""
 
 import dataclasses
+import re
 from functools import partial
 
 import forced_steps
@@ -8,9 +9,11 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from markers import ELSEWHERE
 from matrices import sampled
 
-from jaxlm.lowering import collectives, hlo
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import collectives, hlo, targets
 from jaxlm.lowering.programs import step_programs
 from jaxlm.models import tree
 from kernels_pallas.core import interpreted
@@ -89,3 +92,19 @@ def test_a_step_sends_no_weights_and_no_pages(sizes):
     sent = collectives.collectives(program, dict(mesh.shape))
     assert all(c.bytes < smallest for c in sent), sent
     assert sent or mesh.shape["tensor"] == 1
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("family", ["llama", "latent"])
+def test_shards_compile_for_tpus_with_kernels_on_each_device(family, kind):
+    """XLA for TPUs aborts on a map over devices that is inside another, if a function that is called several times has
+    it: from there it does not see the axes of the map around. So no function has a map of its own."""
+    model = model_fixtures.model(model_fixtures.FAMILIES[family], d_model=256)
+    experiment = model_fixtures.experiment(model, dtype="bfloat16", batch=4)
+    mesh = meshes.make(1, 2, 2, devices=targets.devices(Target.parse("tpu-v5e:2x2")))
+    lowered = step_programs(experiment, kind, mesh).step.lower()
+    main, *others = re.split(r"(?m)^  func\.func ", lowered.as_text())[1:]
+    assert main.count("sdy.manual_computation") > 1 + model.num_layers
+    assert not [each for each in others if "sdy.manual_computation" in each]
+    assert lowered.compile().as_text().count('custom_call_target="tpu_custom_call"') >= model.num_layers

@@ -50,6 +50,8 @@ steps = 1000
 [optimizer]
 kind = "adamw"
 learning_rate = 1e-3
+[execution]
+dtype = "float32"
 [data]
 text = "-"
 """

@@ -112,7 +112,7 @@ def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTrans
     direction = _REGISTRY.of(settings)[0](settings, dimensions)
     rate = schedule(settings.schedule, settings.learning_rate)
     transform = optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
+        _clipping(settings.clip_norm),
         optax.chain(direction, _decay_and_scale(settings, tree), optax.scale_by_learning_rate(rate)),
     )
     return optax.GradientTransformation(promoting(transform.init), promoting(transform.update))
@@ -122,6 +122,19 @@ def without_frozen(settings: OptimizerConfig, tree: nnx.State) -> Callable[[Tree
     """Return a function that zeroes the gradients of frozen parameters, so that XLA need not compute them."""
     ruled = rules(settings, tree)
     return lambda gradients: jax.tree.map(lambda r, g: g if r.scale else jnp.zeros_like(g), ruled, gradients)
+
+
+def _clipping(most: float) -> optax.GradientTransformation:
+    """Return what scales gradients down to a global norm of at most `most` (arXiv:1211.5063, section 3.2).
+
+    One factor for all is multiplied where gradients are read; optax's division writes every gradient once more.
+    """
+
+    def clipped(gradients: Tree, parameters: Tree) -> Tree:
+        factor = jnp.minimum(1.0, most / optax.tree.norm(gradients))
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients)
+
+    return optax.stateless(clipped)
 
 
 def _decay_and_scale(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformation:

@@ -4,6 +4,8 @@ Tiles are slices of the sorted rows in place: the end of a group's last tile has
 that group's first tile overwrites.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,12 @@ from kernels_pallas.grouped_matmul import visits
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Return the rows of a tile, by how many a group has on average. With matrices [N, K] all sizes give equal bits on
-    a CPU; a tile of one row would not."""
+    """Return the rows of a tile, by how many a group has on average: so many that most groups need one tile, since each
+    tile reads its matrix anew. With matrices [N, K] all sizes give equal bits on a CPU; a tile of one row would not."""
     each = rows / groups
-    return 2 if each < 4 else 32 if each < 64 else 64 if each < 256 else 128
+    if each < 4:
+        return 2 ** max(1, math.ceil(math.log2(2 * each)))
+    return min(32 * math.ceil(1.25 * each / 32), 256)
 
 
 def loop_name(tile: int) -> str:
@@ -31,7 +35,7 @@ def product(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: 
 
     def one(visit: jax.Array, y: jax.Array) -> jax.Array:
         group, start = walk.group[visit], walk.start[visit]
-        matrix = jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+        matrix = _matrix_of(matrices, group)
         rows = jax.lax.dynamic_slice_in_dim(padded, start, tile)
         y_tile = jax.lax.dot_general(rows, matrix, contracted, preferred_element_type=wide)
         return jax.lax.dynamic_update_slice_in_dim(y, y_tile.astype(x.dtype), start, 0)
@@ -63,6 +67,24 @@ def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, tile: int) 
     begins = jnp.zeros_like(padded_x, shape=(len(sizes), x.shape[1], y.shape[1]), dtype=wide)
     with jax.named_scope(loop_name(tile)):
         return jax.lax.fori_loop(0, walk.count, one, begins).astype(x.dtype)
+
+
+def _matrix_of(matrices: jax.Array, group: jax.Array) -> jax.Array:
+    """Return the matrix of a group."""
+
+    def copied(matrices: jax.Array, group: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+
+    def copied_as_integers(matrices: jax.Array, group: jax.Array) -> jax.Array:
+        # The barrier keeps XLA from converting all matrices in front of the loop.
+        matrices, group = jax.lax.optimization_barrier((matrices, group))
+        matrix = copied(jax.lax.bitcast_convert_type(matrices, jnp.uint16), group)
+        return jax.lax.bitcast_convert_type(matrix, matrices.dtype)
+
+    if matrices.dtype.itemsize != 2:
+        return copied(matrices, group)
+    # A CPU copies 16-bit floats number by number, and integers as memory.
+    return jax.lax.platform_dependent(matrices, group, cpu=copied_as_integers, default=copied)
 
 
 def _walk(x: jax.Array, sizes: jax.Array, tile: int) -> tuple[np.dtype, visits.Visits]:

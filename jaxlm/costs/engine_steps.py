@@ -33,7 +33,8 @@ def decode_steps(shapes: StepShapes, length: int, page: int, windows: tuple[Wind
     shape = fitting(shapes.all(), shapes.slots, 0)
     token = range(length - 1, length)
     pages = tuple((window, _pages(token, page, window)) for window in windows)
-    return (EngineSteps(shape, 1, 1, (SectionReads(shape.decode, 1, pages, _table(length, page)),)),)
+    decode = SectionReads(shape.decode, 1, pages, _table(length, page), padding=shape.decode - shapes.slots)
+    return (EngineSteps(shape, 1, 1, (decode,)),)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,8 +66,9 @@ def mixed_steps(
     for chunks in _chunks(one, prompt):
         alone = _prefill_step(one, prompt, page, windows, chunks)
         shape = fitting(shapes.all(), shapes.slots, alone.shape.tiles * alone.shape.tile)
-        decode = SectionReads(shape.decode, 1, pages, _table(length, page))
-        tiles = alone.sections[1]._replace(sequences=shape.tiles)
+        decode = SectionReads(shape.decode, 1, pages, _table(length, page), padding=shape.decode - shapes.slots)
+        tokens = sum(map(len, chunks))
+        tiles = alone.sections[1]._replace(sequences=shape.tiles, padding=TILE * shape.tiles - tokens)
         step = EngineSteps(shape, 1, 1, (decode, tiles))
         before = by_shape.pop(shape, None)
         by_shape[shape] = step if before is None else _sum(before, step)
@@ -97,8 +99,10 @@ def _prefill_step(
     pages = tuple((window, max(_pages(tile, page, window) for tile in tiles)) for window in windows)
     no_pages = tuple((window, 0) for window in windows)  # every row of the decode section is padding
     table = _table(prompt, page)
-    sections = SectionReads(shape.decode, 1, no_pages, table), SectionReads(shape.tiles, TILE, pages, table)
-    return EngineSteps(shape, 1, int(ended > 0), sections)
+    tokens = sum(map(len, chunks))
+    decode = SectionReads(shape.decode, 1, no_pages, table, padding=shape.decode)
+    prompts = SectionReads(shape.tiles, TILE, pages, table, padding=TILE * shape.tiles - tokens)
+    return EngineSteps(shape, 1, int(ended > 0), (decode, prompts))
 
 
 def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
@@ -107,6 +111,7 @@ def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
         a._replace(
             pages=tuple((window, m + n) for (window, m), (_, n) in zip(a.pages, b.pages, strict=True)),
             steps=a.steps + b.steps,
+            padding=a.padding + b.padding,
         )
         for a, b in zip(first.sections, second.sections, strict=True)
     )

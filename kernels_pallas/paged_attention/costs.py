@@ -27,6 +27,7 @@ class SectionReads(NamedTuple):
         that a row reads; None: all). A section whose rows are all padding has zero trips.
       table: pages of a sequence's table.
       steps: the number of counted steps.
+      padding: rows of padding in all counted steps together.
     """
 
     sequences: int
@@ -34,6 +35,7 @@ class SectionReads(NamedTuple):
     pages: tuple[tuple[int | None, int], ...]
     table: int
     steps: int = 1
+    padding: int = 0
 
     def trips(self, window: int | None) -> int:
         """Return the trips of the loop over pages in layers with this window."""

@@ -209,13 +209,14 @@ def test_adapters_of_experts_are_refused():
     assert attention == tree.targets(model(), LoraConfig(rank=2))  # all that may have adapters
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
-def test_a_decoded_token_reads_the_experts_that_it_chooses(kernels):
-    """One token reads exactly these; many tokens read all."""
+def test_a_decoded_token_reads_the_experts_that_it_chooses(kernels, is_padded):
+    """One token reads exactly these, and a row of padding none; many tokens read all."""
     settings = model_fixtures.model(feed_forward=MIXTURE, num_layers=1, vocab_size=64)
 
     def read(batch):
-        work = workload("decode", settings, batch, 8, kernels=kernels, platform="gpu", is_padded=False)
+        work = workload("decode", settings, batch, 8, kernels=kernels, platform="gpu", is_padded=is_padded)
         return sum(op.times * op.least_bytes for op in operations.step(work) if op.scope.endswith("feed_forward/up"))
 
     one, expert = read(1), 24 * 32 * 2

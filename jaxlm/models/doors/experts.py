@@ -34,6 +34,7 @@ from jaxlm.parallel.partition import constrain, shards_of
 from kernels_pallas import grouped_matmul
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.grouped_matmul import costs
+from kernels_pallas.paged_attention.costs import SectionReads
 
 _ROWS: Axes = GATHERED[:2]
 _CHOICES: Axes = (*_ROWS, None)
@@ -172,10 +173,11 @@ def _declare_to(local: Local) -> DoorCost:
 
 
 def _product_cost(local: Local, tokens: int, x: LocalArray, matrix: LocalArray, product: Product) -> DoorCost:
-    """Return the cost of a product of the rows of so many tokens. The matrices of experts that no token chooses are not
-    read: how many these are is an expectation, with every choice as likely."""
+    """Return the cost of a product of the rows of so many tokens, padding included. The matrices of experts that no
+    token chooses are not read: how many these are is an expectation, with every choice as likely."""
     experts, (_, m, k, n) = matrix.shape[0], product
-    unread = (1 - m / tokens / experts) ** tokens
+    padding = sum(each.padding / each.steps for each in local.sections if isinstance(each, SectionReads))
+    unread = (1 - m / tokens / experts) ** (tokens - padding)
     if local.kernels:
         sizes = LocalArray((experts,), "int32", (False,))
         declared = costs(x._replace(shape=(m, k)).abstract, matrix.abstract, sizes.abstract, transposed=True).forward

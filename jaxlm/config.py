@@ -21,7 +21,7 @@ from jaxlm.core.explain import explain
 from jaxlm.core.moved_keys import former, with_present_keys
 from jaxlm.core.plugins import Plugin
 from jaxlm.core.schema import Section, chosen, kind_of, leaves, merged, sections_at
-from jaxlm.data.tokenizers import BYTES_VOCABULARY
+from jaxlm.data.config import BYTES_VOCABULARY
 from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
 from jaxlm.families.files import config_dtype, is_gguf, is_published, read_json

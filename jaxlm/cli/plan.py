@@ -14,7 +14,7 @@ from jaxlm import api
 from jaxlm.cli import chip_figures, deployments, rankings, steps
 from jaxlm.cli.paths import duration, path
 from jaxlm.cli.tables import against_capacity, facts
-from jaxlm.core import units
+from jaxlm.core import collector, units
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@collector.paused()
 def main(arguments: argparse.Namespace) -> int:
     if arguments.check is not None:
         return _check(arguments)

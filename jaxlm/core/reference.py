@@ -1,7 +1,11 @@
 """The keys of a configuration file with their types, defaults and meanings, read from its sections."""
 
+import ast
+import functools
 import inspect
+import itertools
 import json
+import textwrap
 import types
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -91,9 +95,26 @@ def _several(field: FieldInfo) -> str:
 
 
 def _meaning(section: type[Section], key: str) -> str:
-    """Return the meaning of a key, which a section inherits."""
-    fields = (base.model_fields.get(key) for base in section.__mro__ if issubclass(base, Section))
-    return next((_one_line(field.description) for field in fields if field and field.description), "")
+    """Return the meaning of a key, which a section inherits: the description of its field, or the docstring below."""
+    for base in section.__mro__:
+        field = base.model_fields.get(key) if issubclass(base, Section) else None
+        if field and (meaning := field.description or _docstrings(base).get(key)):
+            return _one_line(meaning)
+    return ""
+
+
+@functools.cache
+def _docstrings(section: type[Section]) -> dict[str, str]:
+    """Return the docstrings below the keys in the source of a class; none of a class that is not written as one."""
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    except OSError:
+        return {}
+    return {
+        key.target.id: text.value.value
+        for key, text in itertools.pairwise(definition.body)
+        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def _default(field: FieldInfo) -> str:

@@ -4,6 +4,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, NamedTuple, Optional, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -46,7 +47,7 @@ class InWords:
 class Section(BaseModel):
     """A table of an experiment's TOML file. It is immutable; unknown keys are errors.
 
-    The docstring below a key is its meaning, for `jaxlm config`.
+    The docstring below a key is its meaning, which `jaxlm config` reads (`jaxlm.core.reference`).
     """
 
     model_config = ConfigDict(
@@ -54,7 +55,6 @@ class Section(BaseModel):
         frozen=True,
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")
@@ -68,12 +68,32 @@ class Section(BaseModel):
         numbers = {name for name, types in kinds.items() if types & {int, float} and bool not in types}
         return {**values, **{name: str(values[name]).lower() for name in numbers}}
 
+    def __hash__(self) -> int:
+        return self.hash_of_values
+
+    @cached_property
+    def hash_of_values(self) -> int:
+        """The hash of all values, tables among them, computed once: counting looks up many results by a section."""
+        values = self.__dict__
+        return hash(tuple(_hashable(values[name]) for name in type(self).model_fields))
+
     def __copy__(self) -> Self:
         """Leave out what cached properties hold: a copy is made to have other values."""
         copied = super().__copy__()
-        values = {name: value for name, value in copied.__dict__.items() if name in type(self).model_fields}
-        object.__setattr__(copied, "__dict__", values)
+        object.__setattr__(copied, "__dict__", self._values())
         return copied
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Leave out what cached properties hold: hashes of texts differ between processes."""
+        return {**super().__getstate__(), "__dict__": self._values()}
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values by their keys."""
+        return {name: value for name, value in self.__dict__.items() if name in type(self).model_fields}
+
+
+def _hashable(value: Any) -> Any:
+    return frozenset(value.items()) if isinstance(value, dict) else value
 
 
 class Kinds:

@@ -128,7 +128,12 @@ class Workload:
 
     def with_execution(self, **changes: Any) -> "Workload":
         """Return the workload with other values in its section [execution]."""
-        return replace(self, execution=_changed(self.execution, **changes))
+        return self._with(execution=_changed(self.execution, **changes))
+
+    def _with(self, **changes: Any) -> "Workload":
+        """Return the workload with other values: itself, with the results that it keeps, where it has them."""
+        has_them = all(getattr(self, name) == value for name, value in changes.items())
+        return self if has_them else replace(self, **changes)
 
     @memoized
     def without_sizes(self) -> "Workload":
@@ -231,15 +236,15 @@ class Workload:
         if chip.kind == "cpu":
             return self.on_cpu()
         kind = next(iter(chip.device_kinds), None)
-        return replace(self, platform=chip.kind, device_kind=kind) if chip.runs_kernels else self.without_kernels()
+        return self._with(platform=chip.kind, device_kind=kind) if chip.runs_kernels else self.without_kernels()
 
     def on_cpu(self) -> "Workload":
         """Return the workload on any CPU."""
-        return replace(self.without_kernels(), platform="cpu")
+        return self.without_kernels()._with(platform="cpu")
 
     def without_kernels(self) -> "Workload":
         """Return the workload in plain JAX, which computes all of attention's scores."""
-        return replace(self.with_execution(kernels="xla"), platform="gpu")
+        return self.with_execution(kernels="xla")._with(platform="gpu")
 
     def without_kernels_or_padding(self) -> "Workload":
         """Return the workload in plain JAX and without the engine's padding: each product with the model's sizes."""

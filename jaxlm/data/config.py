@@ -17,6 +17,7 @@ STANDARD_LIBRARY = "stdlib"
 HUGGING_FACE = "hf:"  # prefix of a dataset name
 _KINDS = ("text", "chat", "preferences")  # keys of files
 TOKENIZERS = ["bytes", "characters", "bpe"]  # `tokenizer_training.register` adds to them
+BYTES_VOCABULARY = 257  # bytes and the separator
 _MIN_WEIGHT = 1e-9  # of a source, relative to the largest
 
 

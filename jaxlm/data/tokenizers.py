@@ -13,10 +13,10 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from jaxlm.core.errors import InputError
 from jaxlm.data import control_tokens
+from jaxlm.data.config import BYTES_VOCABULARY
 from jaxlm.data.control_tokens import END_OF_TEXT
 from jaxlm.data.stream_decoder import StreamDecoder, stream_decoder
 
-BYTES_VOCABULARY = 257
 # Characters per call of the encoder, and at least per piece of a long document.
 _AT_ONCE = 2**20
 _PIECE = 2**16

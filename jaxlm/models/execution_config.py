@@ -55,8 +55,3 @@ class ExecutionConfig(Section):
         """True if equal layers run in a loop: also where "auto" is not resolved (`jaxlm.costs.layer_loops`), as in a
         recording and in inference, which does not read the key."""
         return self.scan_layers is not False
-
-    def __hash__(self) -> int:
-        """Return the hash of all values; pydantic's own refuses tables."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        return hash(tuple(frozenset(x.items()) if isinstance(x, dict) else x for x in values.values()))

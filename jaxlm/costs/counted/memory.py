@@ -5,16 +5,19 @@ in each phase was read from XLA's programs (`jaxlm.lowering.buffers`); docs/memo
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from jaxlm.costs.counted import drawing, layer_memory, operations
+from jaxlm.costs.counted import drawing, layer_memory, operations, parameters
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
-from jaxlm.costs.counted.parameters import copied
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import LossWorkspace
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import Rules
 
 
 class Memory(NamedTuple):
@@ -54,45 +57,57 @@ def memory(work: Workload) -> Memory:
     return max(phases, key=lambda phase: phase.total)
 
 
+class _Numbers(NamedTuple):
+    """Numbers of elements on one device: of the parameters that have a float32 copy (`trainable`), of those that
+    adapters leave untrained (`base`), of what training copies before the loops over layers (`sliced`), and of each
+    gradient, by path, with their sum."""
+
+    trainable: int
+    base: int
+    sliced: int
+    gradients: dict[str, int]
+    of_gradients: int
+
+
 def trained(work: Workload) -> Memory:
     """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
     parameters that are not frozen."""
-    num_gradients, total = sum(_gradients(work).values()), _trainable(work)
-    declared, shares = work.parameters, copied(work.model, work.lora)
-    sliced = int(sum(work.stored(declared[path].axes, declared[path].shape) * n for path, n in shares.items()))
-    working = _working(work) + sliced * work.itemsize
-    state = operations.optimizer_bytes(work) + (4 * total if work.average else 0)
-    parameters = 4 * total + _base(work) + working
-    return Memory(parameters, num_gradients * work.itemsize + _sums(work, num_gradients), state, 0, 0, 0)
+    numbers, itemsize = _numbers(work), work.itemsize
+    working = _working(work) + numbers.sliced * itemsize
+    state = operations.optimizer_bytes(work) + (4 * numbers.trainable if work.average else 0)
+    weights = 4 * numbers.trainable + itemsize * numbers.base + working
+    gradients = numbers.of_gradients * itemsize + _sums(work, numbers.of_gradients)
+    return Memory(weights, gradients, state, 0, 0, 0)
 
 
 def updated(work: Workload) -> Memory:
     """Return the memory at the update of a training step: that of all parameters, whatever the layers keep."""
-    weights = 4 * _trainable(work) + _working(work) + _base(work)
-    numbers = sum(_gradients(work).values())
-    return Memory(weights, _sums(work, numbers) or work.itemsize * numbers, trained(work).optimizer, 0, 0, 0)
+    numbers, itemsize = _numbers(work), work.itemsize
+    weights = 4 * numbers.trainable + _working(work) + itemsize * numbers.base
+    gradients = _sums(work, numbers.of_gradients) or itemsize * numbers.of_gradients
+    return Memory(weights, gradients, trained(work).optimizer, 0, 0, 0)
 
 
-def _trainable(work: Workload) -> int:
-    """Return the number of elements on one device of the parameters that have a float32 copy."""
-    return sum(work.stored(d.axes, d.shape) for d in work.trainable.values())
+def _numbers(work: Workload) -> _Numbers:
+    return _numbers_on(work.model, work.lora, work.frozen, work.rules, work.layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers_on(
+    model: ModelConfig, lora: LoraConfig | None, frozen: Set[str], rules: Rules, layout: Layout
+) -> _Numbers:
+    declared = parameters.parameters(model, lora)
+    base = frozenset() if lora is None else parameters.base(model, lora)
+    stored = {path: rules.stored(d.axes, d.shape, layout) for path, d in declared.items()}
+    gradients = {path: numbers for path, numbers in stored.items() if path not in base and path not in frozen}
+    sliced = int(sum(stored[path] * share for path, share in parameters.copied(model, lora).items()))
+    of_base = sum(stored[path] for path in base)
+    return _Numbers(sum(stored.values()) - of_base, of_base, sliced, gradients, sum(gradients.values()))
 
 
 def _working(work: Workload) -> int:
     """Return the bytes of the copy of the parameters in the dtype of the computation."""
-    return _trainable(work) * work.itemsize * (work.dtype != "float32")
-
-
-def _base(work: Workload) -> int:
-    """Return the bytes of the parameters that adapters leave untrained."""
-    declared = work.parameters
-    return work.itemsize * sum(work.stored(declared[path].axes, declared[path].shape) for path in work.base)
-
-
-def _gradients(work: Workload) -> dict[str, int]:
-    """Return the number of elements of each gradient on one device, by path, for parameters that are not frozen."""
-    leaves = work.trainable.items()
-    return {path: work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen}
+    return _numbers(work).trainable * work.itemsize * (work.dtype != "float32")
 
 
 def _sums(work: Workload, numbers: int) -> int:
@@ -104,10 +119,10 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     """Yield the memory at the end of the forward pass, at the loss, at each layer's first backward pass, and at the
     update."""
     work, recording, representative = device.work, device.recording, device_step(device.work.representative())
-    gradients, layers = _gradients(work), range(len(recording.layers))
+    numbers, layers = _numbers(work), range(len(recording.layers))
+    gradients, total, itemsize = numbers.gradients, numbers.of_gradients, work.itemsize
     through = any(use.layer is not None and device.trains(use) for use in recording.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
-    total, itemsize = sum(gradients.values()), work.itemsize
     resident, sums, saved = trained(work), _sums(work, total), layer_memory.kept(representative) if through else 0
     state = resident.optimizer
 
@@ -156,13 +171,13 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     """Yield the memory of an engine step at its largest layer and of the draw after it, beside all weights, pages and
     slots, and with the step's results: logits, and the float32 normalised residual before the unembedding."""
     work, recording = device.work, device.recording
-    parameters = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
+    weights = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
     layers = (layer_memory.forward(device, layer, False).bytes for layer in range(len(recording.layers)))
     unembedding = next(use for use in reversed(recording.uses) if device.cost(use).workspace.forward)
     results = device.cost(unembedding).workspace.forward + 4 * device.local(unembedding).operands[0].numbers
     slots = drawing.slots_bytes(work)
-    yield Memory(parameters, 0, 0, max(layers), results, kv_cache(work), slots)
-    yield Memory(parameters, 0, 0, 0, results + drawing.workspace(work), kv_cache(work), slots)
+    yield Memory(weights, 0, 0, max(layers), results, kv_cache(work), slots)
+    yield Memory(weights, 0, 0, 0, results + drawing.workspace(work), kv_cache(work), slots)
 
 
 def _gathered(device: DeviceStep, uses: Iterable[RecordedOp]) -> int:

@@ -320,23 +320,26 @@ def updates(work: Workload) -> dict[str, OptimizerCost]:
 
 
 def optimizer_bytes(work: Workload) -> int:
-    """Return the bytes of the optimizer's state on one device."""
-    return _state_bytes(work.without_sizes())
-
-
-@functools.lru_cache(maxsize=256)
-def _state_bytes(work: Workload) -> int:
-    declared, dimensions = _declared(work), work.trainable
-    pairs = ((dimensions[path], kept) for path, each in declared.items() for kept in each.state)
-    whole = sum(each.whole_bytes for each in declared.values())
-    return whole + sum(
-        size * work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept)) for d, (kept, size) in pairs
-    )
+    """Return the bytes of the optimizer's state on one device; the batch does not matter."""
+    return _state_bytes(work.model, work.lora, work.optimizer, work.layout, work.rules)
 
 
 def _declared(work: Workload) -> dict[str, OptimizerCost]:
     """Return what the optimizer declares for each parameter; the batch does not matter."""
     return _of_optimizer(work.model, work.lora, work.optimizer, work.layout, work.rules)
+
+
+@functools.lru_cache(maxsize=256)
+def _state_bytes(
+    model: ModelConfig, lora: LoraConfig | None, optimizer: OptimizerConfig, layout: Layout, rules: Rules
+) -> int:
+    dimensions, total = parameters.parameters(model, lora), 0
+    for path, each in _of_optimizer(model, lora, optimizer, layout, rules).items():
+        axes, shape = dimensions[path].axes, dimensions[path].shape
+        total += each.whole_bytes
+        for kept, size in each.state:
+            total += size * rules.stored([axes[i] for i in kept], [shape[i] for i in kept], layout)
+    return total
 
 
 @functools.lru_cache(maxsize=256)

@@ -94,6 +94,14 @@ class _Links(NamedTuple):
     crossing: float
 
 
+class _Group(NamedTuple):
+    """The links of a group, by span, its latency, and what bounds how it gathers or scatters (`_bounds`)."""
+
+    links: dict[Span, _Links]
+    farthest_s: float
+    bounds: list[tuple[int, float]]
+
+
 class Network:
     """The layout of a mesh on a target, and the times of collectives over its axes.
 
@@ -126,6 +134,7 @@ class Network:
         parts = _lay_out([dimension.size for dimension in inner], within)
         # For each axis, the number of its members along each dimension.
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {}
+        self._groups: dict[tuple[str, ...], _Group] = {}
         self._parts = {axis: (*part, over) for axis, part, over in zip(mesh, parts, outer, strict=True)}
 
     def spans(self, axes: str | Sequence[str]) -> tuple[Span, ...]:
@@ -168,14 +177,23 @@ class Network:
         """
         if kind not in KINDS:
             raise InputError(f"there is no collective {kind!r}; the kinds are {', '.join(KINDS)}")
-        links = {span: self._links(span) for span in self.spans(axes)}
+        links, farthest_s, bounds = self._group((axes,) if isinstance(axes, str) else tuple(axes))
         if not links:
             return 0.0
         if kind == "collective-permute":
             return max(bytes / min(link.path for link in links.values()), sum(link.next_s for link in links.values()))
-        carried = _exchange(links, bytes) if kind == "all-to-all" else _gather(links, bytes)
-        once = max(carried, sum(link.farthest_s for link in links.values()))
+        if kind == "all-to-all":
+            carried = _exchange(links, bytes)
+        else:
+            carried = max(bytes * (n - 1) / n / rate for n, rate in bounds)
+        once = max(carried, farthest_s)
         return 2 * once if kind == "all-reduce" else once
+
+    def _group(self, axes: tuple[str, ...]) -> _Group:
+        if axes not in self._groups:
+            links = {span: self._links(span) for span in self.spans(axes)}
+            self._groups[axes] = _Group(links, sum(link.farthest_s for link in links.values()), _bounds(links))
+        return self._groups[axes]
 
     def _links(self, span: Span) -> _Links:
         chip, n, name = self.target.chip, span.size, span.dimension.name
@@ -202,22 +220,22 @@ class Network:
         return _Links(path, path, (n - 1) * hop_s, (n - 1) * hop_s, crossing)
 
 
-def _gather(links: Mapping[Span, _Links], bytes: float) -> float:
-    """Return the seconds to gather or scatter `bytes`, without latency.
+def _bounds(links: Mapping[Span, _Links]) -> list[tuple[int, float]]:
+    """Return, for each way that bytes come to one member as a group gathers, the number of members that have a part of
+    them each, and the bytes per second.
 
     Levels work at the same time and the slowest decides; bytes enter a chip or a domain once, divided among the links
     of all its members (gpus.md, "Cross-node collectives"). A torus uses all directions at once (sharding.md, case 2).
     """
-    slowest, inner = 0.0, 1
+    bounds, inner = [], 1
     for _, group in itertools.groupby(links.items(), lambda item: item[0].dimension.level):
         level = dict(group)
         members = math.prod(span.size for span in level)
         # What one member lacks comes over all its links; what a plane of a torus lacks, over those into the plane.
-        bounds = [(members, sum(link.rate for link in level.values()))]
-        bounds += [(span.size, link.rate * members / span.size) for span, link in level.items()]
-        slowest = max(slowest, *(bytes * (n - 1) / n / (rate * inner) for n, rate in bounds))
+        bounds.append((members, sum(link.rate for link in level.values()) * inner))
+        bounds += [(span.size, link.rate * members / span.size * inner) for span, link in level.items()]
         inner *= members
-    return slowest
+    return bounds
 
 
 def _exchange(links: Mapping[Span, _Links], bytes: float) -> float:

@@ -128,19 +128,14 @@ class DeviceStep:
         results = zip(use.results, use.marker.results, use.result_shapes, use.result_dtypes, strict=True)
         return tuple(place(*each) for each in operands), tuple(place(*each) for each in results)
 
-    def weight(self, use: RecordedOp) -> int | None:
-        """Return the index of the first parameter among the operands of a door: a matrix, a table or a gain."""
-        parameters = self.recording.parameters
-        return next((i for i, value in enumerate(use.operands) if value in parameters), None)
-
     def gathered_over(self, use: RecordedOp) -> tuple[str, ...]:
         """Return the mesh axes over which the first parameter of a door is gathered before the door computes."""
-        i = self.weight(use)
+        i = self.recording.weights.get(use.results[0])
         return () if i is None else self.work.gathered_over(use.marker.operands[i], use.shapes[i])
 
     def weight_bytes(self, use: RecordedOp) -> int:
         """Return the bytes of the first parameter of a door, gathered."""
-        i = self.weight(use)
+        i = self.recording.weights.get(use.results[0])
         return 0 if i is None else self.local(use).operands[i].bytes
 
     def placed(self, use: RecordedOp, index: int) -> Placement:

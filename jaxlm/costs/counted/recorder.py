@@ -148,6 +148,16 @@ class Recording:
             layers[use.layer].append(use)
         return layers
 
+    @cached_property
+    def weights(self) -> dict[int, int]:
+        """The index of the first parameter among the operands of each door that reads one, a matrix, a table or a gain,
+        by the door's first result."""
+        return {
+            use.results[0]: next(i for i, value in enumerate(use.operands) if value in self.parameters)
+            for use in self.uses
+            if not self.parameters.keys().isdisjoint(use.operands)
+        }
+
     def parameter(self, use: RecordedOp) -> str:
         """Return the path of the matrix or table that a door multiplies by or looks up."""
         return next(self.parameters[value] for value in use.operands if value in self.parameters)

@@ -259,9 +259,29 @@ def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout
 
     Raises InputError where it does not fit the devices or, in training, the model and the batch.
     """
-    mesh_layout = experiment.mesh.layout(devices)
+    if kind == "train":
+        mesh_layout = layout_of_any_batch(experiment, devices)
+    else:
+        mesh_layout = experiment.mesh.layout(devices)
     check_layout(experiment, mesh_layout, kind, devices)
     return mesh_layout
+
+
+def layout_of_any_batch(experiment: Experiment, devices: int) -> Layout:
+    """Return the experiment's mesh layout in training on this many devices, for a batch that it divides.
+
+    Raises InputError where it does not fit the devices or the model.
+    """
+    sizes = divided_by_mesh(experiment.model)
+    mesh_layout = layout_choice.training_layout(experiment.mesh, devices, TRAIN, sizes)
+    layout_choice.check_divides(mesh_layout, TRAIN, sizes, devices)
+    return mesh_layout
+
+
+def say_layout(experiment: Experiment, layout: Layout) -> str | None:
+    """Return a line that says that a step of training has another layout than its mesh gives, which does not divide the
+    model; None where it has the same."""
+    return layout_choice.say_divided(experiment.mesh, layout, TRAIN, divided_by_mesh(experiment.model))
 
 
 def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", devices: int | None = None) -> None:
@@ -284,12 +304,6 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
             f"{layout_choice.describe_axes(over)} = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
-
-
-def check_divides(layout: Layout, model: ModelConfig) -> None:
-    """Raise InputError where a layout does not divide the model, as steps of training need it, naming the number to
-    change."""
-    layout_choice.check_divides(layout, TRAIN, divided_by_mesh(model))
 
 
 def divides_heads(layout: Layout, model: ModelConfig) -> bool:

@@ -324,7 +324,7 @@ def compile(
 
     from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, say_batch, with_batch
+    from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, say_batch, say_mesh, with_batch
     from jaxlm.costs.workload import Workload
     from jaxlm.lowering import report, targets
     from jaxlm.lowering.fit import compile_fitting
@@ -340,7 +340,7 @@ def compile(
     layout = layout_on(experiment, target, workload)
     work = Workload.of(experiment, layout, workload)
     check_cache(experiment, work)
-    for remark in filter(None, (say_batch(given, work), say_replicated(work))):
+    for remark in filter(None, (say_mesh(given, work), say_batch(given, work), say_replicated(work))):
         warn(remark)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     with warnings.catch_warnings(record=True) as caught:

@@ -123,10 +123,9 @@ class LoadedModel:
             except InputError:  # a chip that the catalog does not know
                 pass
         # Nothing is trained: any number of sequences will do.
-        layout = config.layout(self.experiment, devices, "decode")
         if self._workload == "train":  # its evaluation
-            config.check_divides(layout, self.config)
-        return layout
+            return config.layout_of_any_batch(self.experiment, devices)
+        return config.layout(self.experiment, devices, "decode")
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":

@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
         return deployments.show(steps.load(arguments), arguments, _stack(arguments))
     experiment, fixed = steps.load(arguments), steps.fixed(arguments)
     from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import say_batch
+    from jaxlm.costs.placement import on_mesh, say_batch, say_mesh
 
     several = arguments.mesh == "auto" or arguments.on.partition(":")[0] == "all"
     if arguments.objective is not None and not several:
@@ -114,6 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
     remarks = (
         rankings.say_stack(plans[0].stack),
         rankings.say_left_out(refused),
+        None if arguments.mesh == "auto" else say_mesh(on_mesh(experiment, arguments.mesh), shown[0].work),
         say_batch(experiment, shown[0].work),
         say_replicated(*(p.work for p in shown)),
     )

@@ -61,6 +61,12 @@ def batch_shards(experiment: Experiment, target: Target, kind: Kind) -> int:
     return mesh.over(RULES[kind].over("batch"))
 
 
+def say_mesh(experiment: Experiment, work: Workload) -> str | None:
+    """Return a line that says that a step of training has another layout than the experiment's mesh gives, which does
+    not divide the model; None where it has the same."""
+    return config.say_layout(experiment, work.layout) if work.kind == "train" else None
+
+
 def say_batch(experiment: Experiment, work: Workload) -> str | None:
     """Return a line that says that a step has another batch than the experiment, which gives none; None where it has
     the same."""

@@ -49,7 +49,11 @@ class MeshSection(Section):
 # The default and the meaning of each axis.
 _AXES: dict[str, tuple[int | str, str]] = {
     "data": (1, "Replicas of the model, each with a share of the batch."),
-    "fsdp": (ALL, "Shards of parameters, optimizer state and batch."),
+    "fsdp": (
+        ALL,
+        'Shards of parameters, optimizer state and batch. In training with mesh.data = 1, "all" are as many as divide '
+        "the model: mesh.data takes the other devices.",
+    ),
     "tensor": (1, "Shards of each layer."),
 }
 _FIELDS: dict[str, Any] = {

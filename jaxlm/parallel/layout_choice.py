@@ -25,6 +25,17 @@ class ModelSize(NamedTuple):
     paddable: bool = False
 
 
+class _Undivided(NamedTuple):
+    """A size of a model that a layout does not divide, the mesh axes over which it should, and their devices."""
+
+    size: ModelSize
+    over: tuple[str, ...]
+    shards: int
+
+    def __str__(self) -> str:
+        return f"{describe_axes(self.over)} = {self.shards} does not divide {self.size.key} = {self.size.size}"
+
+
 def parse_mesh(text: str) -> MeshSection:
     """Return the mesh of --mesh, such as "fsdp=8,tensor=2"; axes that are not named have their default. Raises
     InputError."""
@@ -43,21 +54,27 @@ def parse_mesh(text: str) -> MeshSection:
 
 def divides(layout: Layout, rules: Rules, sizes: Iterable[ModelSize]) -> bool:
     """Return whether a layout divides all sizes of a model that it must divide."""
-    return all(each.size % layout.over(over) == 0 for each in sizes for over in _dividing(rules, each.axis))
+    return not any(_undivided(layout, rules, sizes))
+
+
+def _undivided(layout: Layout, rules: Rules, sizes: Iterable[ModelSize]) -> Iterator[_Undivided]:
+    """Yield the sizes that a layout must divide and does not."""
+    for each in sizes:
+        for over in _dividing(rules, each.axis):
+            if each.size % (shards := layout.over(over)):
+                yield _Undivided(each, over, shards)
 
 
 def check_divides(layout: Layout, rules: Rules, sizes: Sequence[ModelSize], devices: int | None = None) -> None:
     """Raise InputError where a layout does not divide a size of a model that it must divide, naming the number to
     change, or a mesh of this number of `devices` that does."""
-    for each in sizes:
-        for over in _dividing(rules, each.axis):
-            if each.size % (shards := layout.over(over)):
-                mesh = describe_axes(over)
-                fitting = None if devices is None else _fitting_mesh(layout, over, rules, sizes, devices)
-                fitting = f"set {fitting or f'{mesh} to one of {some_divisors(each.size)}'}"
-                if each.paddable:
-                    fitting += f", or {each.key} to {math.ceil(each.size / shards) * shards}"
-                raise InputError(f"{mesh} = {shards} does not divide {each.key} = {each.size}: {fitting}")
+    for wrong in _undivided(layout, rules, sizes):
+        size, over, shards = wrong
+        fitting = None if devices is None else _fitting_mesh(layout, over, rules, sizes, devices)
+        fitting = f"set {fitting or f'{describe_axes(over)} to one of {some_divisors(size.size)}'}"
+        if size.paddable:
+            fitting += f", or {size.key} to {math.ceil(size.size / shards) * shards}"
+        raise InputError(f"{wrong}: {fitting}")
 
 
 def _fitting_mesh(
@@ -67,7 +84,12 @@ def _fitting_mesh(
     axes; None where there is none."""
     fitting = [other for other in factorings(devices, list(Layout())) if divides(other, rules, sizes)]
     best = max(fitting, key=lambda other: (other.over(axes), -other["tensor"]), default=layout)
-    return " ".join(f"mesh.{axis}={size}" for axis, size in best.items() if size != layout[axis]) or None
+    return _changes(layout, best) or None
+
+
+def _changes(one: Layout, other: Layout) -> str:
+    """Return the keys and values by which a layout differs from one."""
+    return " ".join(f"mesh.{axis}={size}" for axis, size in other.items() if size != one[axis])
 
 
 def layouts(devices: int, rules: Rules, fits: Callable[[Layout], bool] = lambda _: True) -> Iterator[Layout]:
@@ -80,6 +102,29 @@ def layouts(devices: int, rules: Rules, fits: Callable[[Layout], bool] = lambda 
             yield layout
 
 
+def training_layout(mesh: MeshSection, devices: int, rules: Rules, sizes: Sequence[ModelSize]) -> Layout:
+    """Return the layout of a step of training on a number of devices.
+
+    Where an axis of the batch takes the devices that are left, and it is not the first, it has the most of them that
+    divide the model; the first, over which gradients are summed once a step, has the others.
+
+    Raises InputError where the mesh does not divide the devices.
+    """
+    layout, rest, first = mesh.layout(devices), _rest_of_batch(mesh, rules), rules.over("batch")[0]
+    if rest is None:
+        return layout
+    candidates = (layout.replace(**{first: layout[rest] // n, rest: n}) for n in reversed(divisors(layout[rest])))
+    return next((each for each in candidates if divides(each, rules, sizes)), layout)
+
+
+def say_divided(mesh: MeshSection, layout: Layout, rules: Rules, sizes: Sequence[ModelSize]) -> str | None:
+    """Return a line that says why a `training_layout` is another than the mesh gives; None where it is the same."""
+    given = mesh.layout(layout.size)
+    if given == layout:
+        return None
+    return f"{next(_undivided(given, rules, sizes))}: the mesh has {_changes(given, layout)}"
+
+
 def inference_layout(mesh: MeshSection, devices: int, rules: Rules, fits: Callable[[Layout], bool]) -> Layout:
     """Return the layout of a step of inference on a number of devices.
 
@@ -89,15 +134,22 @@ def inference_layout(mesh: MeshSection, devices: int, rules: Rules, fits: Callab
 
     Raises InputError where the mesh does not divide the devices.
     """
-    layout, sizes = mesh.layout(devices), mesh.sizes()
-    batch, rest = rules.over("batch"), next((axis for axis, size in sizes.items() if size == ALL), None)
-    if rest not in batch[1:] or sizes[batch[0]] != 1:
+    layout, sizes, rest = mesh.layout(devices), mesh.sizes(), _rest_of_batch(mesh, rules)
+    if rest is None:
         return layout
     given = {axis: size for axis, size in layout.items() if axis != rest and sizes[axis] != 1}
     free = [axis for axis in layout if axis in rules.of_layers and axis not in given]
-    candidates = [each.replace(**given) for each in factorings(devices // Layout(given).size, [batch[0], *free])]
+    first = rules.over("batch")[0]
+    candidates = [each.replace(**given) for each in factorings(devices // Layout(given).size, [first, *free])]
     candidates.sort(key=lambda each: each.over(free))
     return next(filter(fits, candidates), candidates[-1])
+
+
+def _rest_of_batch(mesh: MeshSection, rules: Rules) -> str | None:
+    """Return the axis of the batch that takes the devices that are left, if it is not the first, which has one."""
+    first, *others = rules.over("batch")
+    sizes = mesh.sizes()
+    return next((axis for axis in others if sizes[axis] == ALL), None) if sizes[first] == 1 else None
 
 
 def factorings(devices: int, axes: Sequence[str]) -> Iterator[Layout]:

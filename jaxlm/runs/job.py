@@ -277,6 +277,8 @@ class Job:
         say(f"{total:,} parameters{active}{trained} on {describe(mesh)}")
         costs = counted(work, mesh)
         capacity.check(costs.memory, costs.capacity)
+        if divided := config.say_layout(experiment, costs.work.layout):
+            say(divided)
         if replicated := say_replicated(costs.work):
             say(replicated)
         say(say_counted(costs))

@@ -34,8 +34,9 @@ def plan(capsys, *arguments, model="llama3.1-8b"):
         [
             pytest.param("llama3.1-405b", "h100-sxm5:16384", "data=128,fsdp=16,tensor=8", id="h100"),
             pytest.param("llama3.1-405b", "tpu-v5p:16x20x28", "data=70,fsdp=128", id="v5p"),
+            pytest.param("llama3.1-405b", "h100-sxm5:16384", "auto", id="search"),
         ],
-        ["v5p"],
+        ["v5p", "search"],
     ),
 )
 def test_thousands_of_chips_in_two_seconds_without_a_backend(model, chips, mesh):
@@ -200,6 +201,16 @@ def test_a_search_says_which_activations_a_plan_keeps_so_that_it_can_be_given(ca
     assert 'remat ["query", "key", "value", "up", "gate"]' in plan(
         capsys, "--on", "h200-sxm:8", "execution.kernels=xla", *given
     )
+
+
+def test_of_all_devices_those_that_do_not_divide_the_model_hold_copies(capsys):
+    """2,048 devices do not divide DeepSeek-V3's width of 7,168 = 7 · 1,024."""
+    assert main(["plan", str(MODELS / "deepseek-v3.toml"), "--on", "h800-sxm5:2048", "--json"]) == 0
+    out, errors = capsys.readouterr()
+    row = json.loads(out)
+    assert row["mesh"] == {"data": 2, "fsdp": 1024, "tensor": 1} and row["batch"] == 2048
+    said = "mesh.fsdp = 2048 does not divide model.d_model = 7168: the mesh has mesh.data=2 mesh.fsdp=1024"
+    assert errors.count(said) == 1 and errors.count("\n") == 2
 
 
 def test_a_mesh_takes_the_place_of_that_of_the_file(tmp_path, capsys):

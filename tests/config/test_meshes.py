@@ -21,10 +21,23 @@ from jaxlm.parallel.rules import TRAIN
         (["mesh.data=4", "mesh.fsdp=2"], 8, (4, 2, 1)),
         (["mesh.fsdp=2"], 8, (1, 2, 1)),  # fewer than there are
         (["mesh.fsdp=all", "mesh.tensor=8"], 16, (1, 2, 8)),
+        # The width is 256: fsdp has the most devices that divide it, and data the others.
+        ([], 3, (3, 1, 1)),
+        ([], 6, (3, 2, 1)),
+        ([], 512, (2, 256, 1)),
+        (["mesh.tensor=2"], 12, (3, 2, 2)),
     ],
 )
 def test_the_mesh_factors_the_devices(mesh, devices, sizes):
-    assert config.layout(load(SMALL, mesh), devices) == meshes.layout(*sizes)
+    experiment = load(SMALL, [*mesh, f"training.batch={devices}"])
+    assert config.layout(experiment, devices) == meshes.layout(*sizes)
+
+
+def test_a_line_says_that_fewer_devices_shard_the_model():
+    experiment = load(SMALL)
+    said = config.say_layout(experiment, config.layout_of_any_batch(experiment, 6))
+    assert said == "mesh.fsdp = 6 does not divide model.d_model = 256: the mesh has mesh.data=3 mesh.fsdp=2"
+    assert config.say_layout(experiment, config.layout_of_any_batch(experiment, 8)) is None
 
 
 @pytest.mark.parametrize(
@@ -34,13 +47,14 @@ def test_the_mesh_factors_the_devices(mesh, devices, sizes):
         (["mesh.data=2", "mesh.tensor=4"], 4, ["mesh.data × mesh.tensor = 8", "4 devices", "mesh.fsdp"]),
         (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices, and there are 8; lower"]),
         (["mesh.fsdp=2"], 1, ["2 devices, and there is 1; lower"]),
-        ([], 3, ["mesh.fsdp = 3 does not divide model.d_model = 256: set mesh.data=3 mesh.fsdp=1"]),
-        ([], 6, ["mesh.fsdp = 6 does not divide model.d_model = 256: set mesh.data=3 mesh.fsdp=2"]),
+        (["mesh.fsdp=3"], 3, ["mesh.fsdp = 3 does not divide model.d_model = 256: set mesh.data=3 mesh.fsdp=1"]),
+        (["mesh.fsdp=6"], 6, ["mesh.fsdp = 6 does not divide model.d_model = 256: set mesh.data=3 mesh.fsdp=2"]),
+        (["mesh.data=2"], 6, ["mesh.fsdp = 3 does not divide model.d_model = 256: set mesh.data=3 mesh.fsdp=2"]),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
     with pytest.raises(InputError) as refused:
-        config.layout(load(SMALL, overrides), devices)
+        config.layout(load(SMALL, overrides, None), devices)
     said = str(refused.value)
     assert "\n" not in said and not [part for part in says if part not in said], said
 

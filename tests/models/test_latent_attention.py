@@ -35,7 +35,9 @@ from jaxlm.models.doors import Dropout
 from jaxlm.models.positions import LayerRows, packed_causal_mask
 from jaxlm.models.rows import LayerIndex
 from jaxlm.models.views import CacheView
+from jaxlm.parallel import layout_choice
 from jaxlm.parallel.mesh import make_mesh
+from jaxlm.parallel.rules import TRAIN
 
 B, T, D = 2, 11, 32
 SIZES = model_fixtures.LATENT["attention"]
@@ -251,7 +253,8 @@ def test_bad_settings_are_refused(changes, said):
 
 def test_a_mesh_that_does_not_divide_heads_is_refused():
     with pytest.raises(InputError, match="mesh.tensor = 4 does not divide model.attention.num_heads = 6"):
-        experiments.check_divides(meshes.layout(1, 1, 4), model_fixtures.model(attention={**SIZES, "num_heads": 6}))
+        sizes = experiments.divided_by_mesh(model_fixtures.model(attention={**SIZES, "num_heads": 6}))
+        layout_choice.check_divides(meshes.layout(1, 1, 4), TRAIN, sizes)
 
 
 @ELSEWHERE

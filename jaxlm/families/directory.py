@@ -1,6 +1,7 @@
 """A Hugging Face directory: its config.json, its tensors, and the small files beside them."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -22,10 +23,12 @@ from jaxlm.families.rule import TensorRule, matching
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.families.settings import config_of, family_of, inert_keys, model_of
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Tree, parameter_count
 from jaxlm.parallel.rules import Rules
 
 _SHARD_BYTES = 5_000_000_000
+# Matrices of layers and experts that are listed whatever the files hold; the largest published models have 70,000.
+_LISTED = 2**17
 
 
 class PublishedModel:
@@ -97,7 +100,7 @@ class PublishedModel:
         if "text_config" not in self._whole_config:
             return []
         same = [name for name, stored in zip(self._named, self._dequantized, strict=True) if name == stored]
-        known = table.tensors(self.model, self.rules).keys() | self.family.copies.keys()
+        known = self._expected.keys() | self.family.copies.keys()
         return [name for name in same if name not in known]
 
     @cached_property
@@ -132,10 +135,23 @@ class PublishedModel:
         return self.folder / name
 
     @cached_property
+    def _expected(self) -> dict[str, table.TensorBinding]:
+        """The tensors that config.json asks for. Raises InputError, before it lists them, where these are very many and
+        the files hold fewer numbers."""
+        if table.matrices(self.model) > _LISTED:
+            asked, held = parameter_count(self.model), sum(math.prod(each.shape) for each in self._named.values())
+            if asked > held:
+                raise InputError(
+                    f"{self.folder}: {CONFIG} describes {asked:,} parameters, and {len(self._named):,} tensors hold "
+                    f"{held:,}: check its numbers of layers and experts"
+                )
+        return table.tensors(self.model, self.rules)
+
+    @cached_property
     def tensors(self) -> dict[str, table.TensorBinding]:
         """The tensors of the model by name. Raises InputError unless the files store exactly these tensors, with these
         shapes, and `dropped` ones."""
-        expected = table.tensors(self.model, self.rules)
+        expected = self._expected
         table.check(expected, self.stored, self.dropped, str(self.folder))
         for copy, of in self.family.copies.items():
             if copy in self.stored and copy not in expected and of in expected:

@@ -12,7 +12,7 @@ from jaxlm.families import inert, latent_keys, quantized, sparse_layers
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
-from jaxlm.models.config import BlockConfig, LayerConfig, ModelConfig
+from jaxlm.models.config import MOST_LAYERS, BlockConfig, LayerConfig, ModelConfig
 
 _GATED = {"swiglu": "silu"}  # of activations that are named with their gate
 _NAMED = 3  # keys in which a model differs from the nearest family, at most
@@ -56,8 +56,10 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
             for target in targets:
                 values = merged(values, _nested(target, value))
     layers = values.get("num_layers")
-    if type(layers) is not int or layers < 1:
-        raise InputError(f"{where} gives {layers!r} as the number of layers; it must be a whole number above 0")
+    if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
+        raise InputError(
+            f"{where} gives {layers!r} as the number of layers; it must be a whole number from 1 to {MOST_LAYERS:,}"
+        )
     for composite in family.composites:
         values = merged(values, _COMPOSITES[composite].read(entries, values, where))
     refused = [key for key, value in entries.items() if not _is_repeated(key, value, known, family, where)]

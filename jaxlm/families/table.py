@@ -109,6 +109,12 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
     return bindings
 
 
+def matrices(model: ModelConfig) -> int:
+    """Return the number of arrays of single layers and, in a mixture, of single experts, without listing them."""
+    declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
+    return sum(math.prod(d.shape[i] for i in d.stack) for path, d in declared.items() if _is_stack(path))
+
+
 def _applies(rule: TensorRule, array: Dimensions, stacked: int) -> bool:
     """Return whether a rule may be of layers with this array, the first `stacked` axes of which count layers."""
     if "{e}" in rule.name or rule.pattern is None:

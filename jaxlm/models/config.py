@@ -20,6 +20,7 @@ QKNorm = Literal["none", "head", "head_after_rope", "projection"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
+MOST_LAYERS = 100_000  # layers are listed: more are a slip, and would fill the memory
 _TILE = 128  # channels of a matrix unit's tile
 _BIAS_RATE = 0.001  # DeepSeek-V3's (arXiv:2412.19437, section 4.2)
 
@@ -424,7 +425,7 @@ class ModelConfig(BlockConfig):
     """Tokens of the vocabulary."""
     context_length: Count
     """The longest sequence that it can read, in tokens."""
-    num_layers: Count
+    num_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
     """Layers."""
     d_model: Count
     """Channels of the residual stream."""

@@ -154,6 +154,22 @@ def test_a_file_in_two_layouts_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("layout", [lambda name, weights: weights, fused], ids=["hub", "fused"])
+def test_more_experts_than_the_files_hold_are_refused_before_they_are_listed(layout, tmp_path):
+    """A billion names would take hours and all memory."""
+    facts, _ = loud.read("mixtral")
+    settings = facts["config"] | {"num_local_experts": 10**9}
+    huge = opened(tmp_path / "huge", settings, layout("mixtral", loud.weights(facts, "loud")))
+    assert table.matrices(huge.model) > 10**9
+    with pytest.raises(InputError, match=r"describes [0-9,]{14,} parameters, and \d+ tensors hold [0-9,]+: check"):
+        _ = huge.tensors
+
+
+def test_matrices_are_counted_as_they_are_listed():
+    model, family = model_of(loud.read("mixtral")[0]["config"], "here"), named("mixtral", "here")
+    assert table.matrices(model) == sum("layers." in name for name in table.tensors(model, family.rules))
+
+
+@pytest.mark.parametrize("layout", [lambda name, weights: weights, fused], ids=["hub", "fused"])
 def test_dtypes_are_kept_by_the_names_of_an_export(layout, tmp_path):
     facts, _ = loud.read("mixtral")
     weights = {key: x if "gate" in key else x.astype(BFLOAT16) for key, x in loud.weights(facts, "loud").items()}

@@ -262,6 +262,7 @@ def test_every_family_is_in_the_documentation():
         ("qwen3_moe", {"mlp_only_layers": [7]}, "it must be a list of layers from 0 to 2"),
         ("qwen3_moe", {"mlp_only_layers": ["1"]}, "it must be a list of layers from 0 to 2"),
         ("qwen3_moe", {"num_hidden_layers": 0}, "gives 0 as the number of layers; it must be a whole"),
+        ("qwen3_moe", {"num_hidden_layers": 10**9}, "it must be a whole number from 1 to 100,000"),
         ("qwen3_moe", {"num_hidden_layers": "3"}, "gives '3' as the number of layers"),
         ("mixtral", {"num_local_experts": "a"}, "feed_forward.num_experts: Input should be a valid integer"),
         ("glm4_moe", {"n_shared_experts": "2"}, "n_shared_experts = '2'; it must be a whole number"),

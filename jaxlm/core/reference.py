@@ -107,14 +107,15 @@ def _meaning(section: type[Section], key: str) -> str:
 def _docstrings(section: type[Section]) -> dict[str, str]:
     """Return the docstrings below the keys in the source of a class; none of a class that is not written as one."""
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+        definition = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     except OSError:
         return {}
-    return {
-        key.target.id: text.value.value
-        for key, text in itertools.pairwise(definition.body)
-        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+    found = {}
+    for pair in itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else ()):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[key] = text
+    return found
 
 
 def _default(field: FieldInfo) -> str:

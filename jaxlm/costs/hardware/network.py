@@ -94,7 +94,7 @@ class _Links(NamedTuple):
     crossing: float
 
 
-class _Group(NamedTuple):
+class _GroupLinks(NamedTuple):
     """The links of a group, by span, its latency, and what bounds how it gathers or scatters (`_bounds`)."""
 
     links: dict[Span, _Links]
@@ -134,7 +134,7 @@ class Network:
         parts = _lay_out([dimension.size for dimension in inner], within)
         # For each axis, the number of its members along each dimension.
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {}
-        self._groups: dict[tuple[str, ...], _Group] = {}
+        self._groups: dict[tuple[str, ...], _GroupLinks] = {}
         self._parts = {axis: (*part, over) for axis, part, over in zip(mesh, parts, outer, strict=True)}
 
     def spans(self, axes: str | Sequence[str]) -> tuple[Span, ...]:
@@ -189,10 +189,10 @@ class Network:
         once = max(carried, farthest_s)
         return 2 * once if kind == "all-reduce" else once
 
-    def _group(self, axes: tuple[str, ...]) -> _Group:
+    def _group(self, axes: tuple[str, ...]) -> _GroupLinks:
         if axes not in self._groups:
             links = {span: self._links(span) for span in self.spans(axes)}
-            self._groups[axes] = _Group(links, sum(link.farthest_s for link in links.values()), _bounds(links))
+            self._groups[axes] = _GroupLinks(links, sum(link.farthest_s for link in links.values()), _bounds(links))
         return self._groups[axes]
 
     def _links(self, span: Span) -> _Links:

@@ -110,12 +110,12 @@ def _docstrings(section: type[Section]) -> dict[str, str]:
         definition = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     except OSError:
         return {}
-    found = {}
+    docstrings = {}
     for pair in itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else ()):
         match pair:
             case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[key] = text
-    return found
+                docstrings[key] = text
+    return docstrings
 
 
 def _default(field: FieldInfo) -> str:

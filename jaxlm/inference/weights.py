@@ -7,6 +7,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.models import tree
@@ -25,6 +26,9 @@ class WeightLayout:
     depend on what shares its step; by its inputs the kernel changes with the number of rows. Of matrices that are
     multiplied head by head, [heads, in, out], it does not.
 
+    On a TPU tables and matrices of experts are kept row by row, as lookups and kernels read them. By itself a TPU keeps
+    an array in the order of dimensions that its tiles pad least, and a step would copy these.
+
     Args:
       by_outputs: whether matrices are [out, in].
     """
@@ -41,7 +45,7 @@ class WeightLayout:
             of = self._dimensions[_name(path)]
             sharding = self._sharding(of, mesh, rules)
             if not self._is_turned(of):
-                return jax.device_put(x, sharding)
+                return jax.device_put(x, _placement(of, sharding))
             if of.kept:
                 return _permute(of.shape, of.kept, sharding)(x)
             return _turn(math.prod(of.shape[i] for i in of.inputs), sharding)(x)
@@ -55,7 +59,8 @@ class WeightLayout:
             of, shape = self._dimensions[_name(path)], x.shape
             if self._is_turned(of):
                 shape = tuple(math.prod(of.shape[i] for i in some) for some in self._order(of))
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._sharding(of, mesh, rules))
+            sharding = self._sharding(of, mesh, rules)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=_placement(of, sharding))
 
         return jax.tree_util.tree_map_with_path(kept, tree.shapes(self.abstract, dtype))
 
@@ -83,6 +88,14 @@ class WeightLayout:
 
     def _is_turned(self, of: Dimensions) -> bool:
         return self.by_outputs and bool(of.inputs) and not of.looked_up and not of.by_outputs
+
+
+def _placement(of: Dimensions, sharding: NamedSharding) -> NamedSharding | Format:
+    """Return where and how a parameter is kept that is not turned; other platforms than TPUs keep all row by row."""
+    by_rows = of.looked_up or of.of_experts
+    if not by_rows or sharding.mesh.devices.flat[0].platform != "tpu":
+        return sharding
+    return Format(Layout(tuple(range(len(of.shape)))), sharding)
 
 
 @lru_cache

@@ -108,3 +108,18 @@ def test_shards_compile_for_tpus_with_kernels_on_each_device(family, kind):
     assert main.count("sdy.manual_computation") > 1 + model.num_layers
     assert not [each for each in others if "sdy.manual_computation" in each]
     assert lowered.compile().as_text().count('custom_call_target="tpu_custom_call"') >= model.num_layers
+
+
+@ELSEWHERE
+def test_a_step_on_a_tpu_copies_no_weights():
+    """By itself a TPU keeps a matrix [1024, 320] by its columns, which pads less; a lookup reads rows, and a kernel
+    matrices of experts as they are declared."""
+    mixture = model_fixtures.MIXTURE["feed_forward"] | {"d_ff": 192, "num_experts": 16}
+    settings = model_fixtures.MIXTURE | {"feed_forward": mixture}
+    model = model_fixtures.model(settings, d_model=320, vocab_size=1024, num_layers=2)
+    experiment = model_fixtures.experiment(model, dtype="bfloat16", batch=4)
+    mesh = meshes.make(1, 1, 1, devices=targets.devices(Target.parse("tpu-v5e:1")))
+    program = step_programs(experiment, "decode", mesh).step.lower().compile().as_text()
+    assert "parameters['" in program.replace("\\", "")
+    copied = [line for line in program.replace("\\", "").splitlines() if " copy(" in line and "parameters['" in line]
+    assert not copied

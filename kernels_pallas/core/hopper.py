@@ -120,6 +120,24 @@ class Warpgroup:
             plgpu.copy_smem_to_gmem(buffer if rows == buffer.shape[0] else buffer.at[pl.ds(0, rows)], destination)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers are free again
 
+    def tma_store_rows(self, value: jax.Array, buffer: Any, destination: Any, begin: jax.Array, end: jax.Array) -> None:
+        """Write rows `begin` to before `end` of a value [ROWS, columns] through a buffer to global memory.
+
+        The buffer is not `tiled`. A copy's size is known to the compiler: there is one of each power of two that the
+        number of rows has, so that any other row of the destination [ROWS or fewer, columns] is left as it is.
+        """
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        buffer[...] = value.astype(buffer.dtype)
+        self.commit()
+        row, size = begin, 1 << (min(ROWS, destination.shape[0]).bit_length() - 1)
+        while size:
+            at = pl.ds(row, size)
+            has = (end - begin) & size
+            pl.when(has != 0)(lambda at=at: plgpu.copy_smem_to_gmem(buffer.at[at], destination.at[at]))
+            row, size = row + has, size // 2
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     def tma_add(
         self,
         copies: Sequence[tuple[Any, Any]],
@@ -234,6 +252,46 @@ class Warpgroup:
                 plgpu.wgmma(sum_ref, a, b)
 
         return pl.run_state(add)(tuple(plgpu.ACC.init(total) for total, _, _ in terms))
+
+    def wgmma_sum(
+        self,
+        steps: Any,
+        columns: int,
+        operands: Callable[[jax.Array], tuple[Any, Any]],
+        contracted: tuple[int, int],
+        release: Callable[[jax.Array], None],
+    ) -> jax.Array:
+        """Return the sum of products over steps, [ROWS, columns] in float32: zeros of no steps.
+
+        Args:
+          operands: operands(step) waits for the operands of a step in shared memory, two or more of which are there at
+            a time, and returns them.
+          contracted: the axis of each that products contract.
+          release: release(step) is called when the product of a step has been computed; not of the last one.
+        """
+        of_a, of_b = contracted
+        if self.interpret:
+
+            def added(step: jax.Array, total: jax.Array) -> jax.Array:
+                a, b = operands(step)
+                total += self._interpreted_product(a[...] if of_a else a[...].T, b, of_b)
+                pl.when(step < steps - 1)(lambda: release(step))
+                return total
+
+            return jax.lax.fori_loop(0, steps, added, jnp.zeros((ROWS, columns), jnp.float32))
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def multiply(sum_ref: Any) -> jax.Array:
+            def add(step: jax.Array, _: None) -> None:
+                a, b = operands(step)
+                plgpu.wgmma(sum_ref, a if of_a else a.transpose((1, 0)), b.transpose((1, 0)) if of_b else b)
+                plgpu.wgmma_wait(1)  # the product of the step before has ended
+                pl.when(step > 0)(lambda: release(step - 1))
+
+            jax.lax.fori_loop(0, steps, add, None)
+            return sum_ref[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, columns), jnp.float32))
 
     def wgmma_overlapped(
         self,

@@ -16,7 +16,7 @@ from kernels_pallas.flash_attention.operands import Operands
 # Two-byte numbers in a row of a tile in shared memory: head dims are multiples.
 TILE = 64
 # Registers per thread of a consumer and of the producer, by the number of consumers: they divide the 65,536 of an SM. A
-# tile of 64 × 128 numbers takes 64.
+# tile of 64 × 128 numbers takes 64. A single consumer and its producer keep what they start with: two blocks then fit.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
 # Bytes of shared memory that a block may have, less those for barriers and the compiler.
 SHARED_MEMORY = 232_448 - 6144
@@ -310,16 +310,18 @@ def warp_specialize(
     warpgroup: Warpgroup, consumers: Consumers, produce: Callable[[], None], consume: Callable[[], None]
 ) -> None:
     """Run `produce` on the last warpgroup and `consume` on the others, each with its share of the registers."""
-    of_consumer, of_producer = _REGISTERS[consumers.count]
+    of_consumer, of_producer = _REGISTERS.get(consumers.count, (None, None))
 
     @pl.when(warpgroup.index() == consumers.count)
     def _() -> None:
-        warpgroup.setmaxnreg(of_producer, more=False)
+        if of_producer:
+            warpgroup.setmaxnreg(of_producer, more=False)
         produce()
 
     @pl.when(warpgroup.index() < consumers.count)
     def _() -> None:
-        warpgroup.setmaxnreg(of_consumer, more=True)
+        if of_consumer:
+            warpgroup.setmaxnreg(of_consumer, more=True)
         consume()
 
 

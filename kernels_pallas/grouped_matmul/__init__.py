@@ -16,9 +16,11 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.measured import CallClass
-from kernels_pallas.grouped_matmul import mosaic_tpu, reference, triton, xla
+from kernels_pallas.grouped_matmul import mosaic_gpu, mosaic_tpu, reference, triton, xla
 
-KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
+# In order of preference.
+KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_UNMEASURED = ("mosaic_gpu",)  # beside Triton's, which serve more calls
 
 
 def grouped_matmul(
@@ -41,8 +43,8 @@ def grouped_matmul(
         precision of `jax.default_matmul_precision`.
       matrices: [G, K, N] in x's dtype, or [G, N, K] where `transposed`.
       sizes: int32 [G], 0 or more. Rows past the last group have zeros as their result, and no gradient.
-      implementation: "reference", "xla", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the
-        shape.
+      implementation: "reference", "xla", "triton", "mosaic_gpu" (Hopper) or "mosaic_tpu"; None chooses by the chip
+        being lowered for and the shape, and takes "mosaic_gpu" only where JAX no longer lowers Triton.
 
     Returns [R, N] in x's dtype.
 
@@ -53,7 +55,9 @@ def grouped_matmul(
     _check(x, matrices, sizes, transposed)
     serves = functools.partial(rows.unsupported_reason, x, max_width=None)
     reasons = dict.fromkeys(KERNELS, serves) | {"xla": lambda chip: None}
-    chosen = choose("grouped_matmul", implementation, reasons, call=CallClass.of_rows(x))
+    N = matrices.shape[1 if transposed else 2]
+    reasons["mosaic_gpu"] = lambda chip: serves(chip) or mosaic_gpu.unsupported_reason(x, N)
+    chosen = choose("grouped_matmul", implementation, reasons, by_name=_UNMEASURED, call=CallClass.of_rows(x))
     if chosen == "reference" or 0 in (x.size, matrices.size):
         return reference.grouped_matmul(x, matrices, sizes, transposed=transposed)
     return _grouped(_GroupedSettings(transposed, chosen), *vary(x, matrices, sizes))

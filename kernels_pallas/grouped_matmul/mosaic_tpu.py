@@ -34,7 +34,7 @@ def product(
     """Return x · matrix of each row's group, [R, N] in x's dtype; zeros past the last group."""
     (R, K), N = x.shape, matrices.shape[1 if transposed else 2]
     bm, bn, bk = _blocks(name, (R, N, K), x.dtype)
-    walk = visits.of_groups(sizes, R, bm, aligned=True)
+    walk = visits.of_groups(sizes, R, bm, alignment=bm)
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def kernel(group, start, begin, end, x_ref, matrix_ref, y_ref, total_ref) -> None:
@@ -79,7 +79,7 @@ def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, cost: Kerne
     """Return the sum of xᵀ · y over the rows of each group, [G, K, N] in x's dtype; zeros of an empty group."""
     (R, K), N, G = x.shape, y.shape[1], len(sizes)
     bm, bn, bk = _blocks(name, (R, N, K), x.dtype)
-    walk = visits.of_groups(sizes, R, bm, aligned=True)
+    walk = visits.of_groups(sizes, R, bm, alignment=bm)
 
     def kernel(group, start, begin, end, count, x_ref, y_ref, out_ref, total_ref) -> None:
         visit = pl.program_id(2)

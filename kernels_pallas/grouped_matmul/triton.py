@@ -38,7 +38,7 @@ def product(
     blocks = _blocks(name, (each, N, K), x.dtype, GroupedTritonBlocks(128, 128, 32, warps=4, stages=3))
     bm, bn, bk = blocks[:3]
     columns, steps = pl.cdiv(N, bn), pl.cdiv(K, bk)
-    walk = visits.of_groups(sizes, R, bm, aligned=False)
+    walk = visits.of_groups(sizes, R, bm, alignment=1)
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def kernel(group_ref, start_ref, end_ref, count_ref, x_ref, matrix_ref, y_ref) -> None:

@@ -23,7 +23,8 @@ class Visits(NamedTuple):
 
 
 def most_visits(rows: int, groups: int, tile: int) -> int:
-    """Return the most tiles that so many groups of these rows together need, where tiles lie at multiples."""
+    """Return the most tiles that so many groups of these rows together need, whatever divisor of `tile` they are
+    aligned to."""
     return -(-rows // tile) + groups - 1
 
 
@@ -33,16 +34,16 @@ def most_tiles(rows: int, groups: int, tile: int) -> int:
     return (rows + groups * (tile - 1)) // tile
 
 
-def of_groups(sizes: jax.Array, rows: int, tile: int, aligned: bool) -> Visits:
+def of_groups(sizes: jax.Array, rows: int, tile: int, alignment: int) -> Visits:
     """Return the visits of groups of these sizes, int32 [G].
 
-    aligned: tiles lie at multiples of `tile`, and one that has rows of several groups is visited once for each.
-    Otherwise the tiles of a group begin at its first row, and the last may reach into the next group.
+    alignment: a divisor of `tile`. The tiles of a group follow one another from the last multiple of it that is not
+    past the group's first row; the first may begin in the group before, and the last reach into the next.
     """
     end = jnp.cumsum(sizes, dtype=jnp.int32)
     begin = end - sizes
-    first = begin // tile if aligned else begin
-    tiles = jnp.where(sizes > 0, (end - 1) // tile - first + 1, 0) if aligned else -(-sizes // tile)
+    first = begin // alignment * alignment
+    tiles = jnp.where(sizes > 0, -((first - end) // tile), 0)
     before = jnp.cumsum(tiles, dtype=jnp.int32)
     visit = jnp.minimum(
         jnp.arange(most_visits(rows, len(sizes), tile), dtype=jnp.int32), jnp.maximum(before[-1], 1) - 1
@@ -51,5 +52,5 @@ def of_groups(sizes: jax.Array, rows: int, tile: int, aligned: bool) -> Visits:
         jnp.int32
     )
     of_group = visit - (before[group] - tiles[group])
-    start = (first[group] + of_group) * tile if aligned else first[group] + of_group * tile
+    start = first[group] + of_group * tile
     return Visits(group, start.astype(jnp.int32), begin, end, before[-1])

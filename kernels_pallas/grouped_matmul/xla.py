@@ -89,4 +89,4 @@ def _matrix_of(matrices: jax.Array, group: jax.Array) -> jax.Array:
 
 def _walk(x: jax.Array, sizes: jax.Array, tile: int) -> tuple[np.dtype, visits.Visits]:
     """Return the dtype of sums, and the tiles of all groups."""
-    return np.promote_types(x.dtype, jnp.float32), visits.of_groups(sizes, x.shape[0], tile, aligned=False)
+    return np.promote_types(x.dtype, jnp.float32), visits.of_groups(sizes, x.shape[0], tile, alignment=1)

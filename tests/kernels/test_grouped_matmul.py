@@ -87,8 +87,8 @@ def test_a_row_has_the_same_bits_in_any_surroundings_and_tiles(dtype):
 def test_tiles_cover_each_row_of_a_group_once():
     sizes = jnp.asarray(SIZES, jnp.int32)
     for tile in (2, 8, 64):
-        for aligned in (False, True):
-            walk = visits.of_groups(sizes, 50, tile, aligned)
+        for alignment in {1, 2, tile}:
+            walk = visits.of_groups(sizes, 50, tile, alignment)
             count, covered = int(walk.count), []
             assert count <= visits.most_visits(50, 6, tile) == len(walk.group)
             for group, start in zip(walk.group[:count].tolist(), walk.start[:count].tolist(), strict=True):

@@ -68,14 +68,19 @@ class AddingTurn(NamedTuple):
     order: jax.Array
 
 
-def extent(length: int, block: int) -> int:
+def extent(length: int, block: int, step: int | None = None) -> int:
     """Return the length that an array of this length needs along an axis of which blocks are copied whole.
 
     It is whole tiles and at least a block: beyond an array's end the copy engine reads zeros, and writes nothing. The
     interpreter needs whole blocks.
+
+    step: blocks begin at multiples of it; of the block where None.
     """
-    tile = block if interpretation.current() is not None else _TILE_ROWS
-    return max(-(-length // tile) * tile, block if length else 0)
+    tiles = -(-length // _TILE_ROWS) * _TILE_ROWS
+    if interpretation.current() is not None and length:
+        step = step or block
+        tiles = (length - 1) // step * step + block
+    return max(tiles, block if length else 0)
 
 
 class Warpgroup:
@@ -284,6 +289,8 @@ class Warpgroup:
         def multiply(sum_ref: Any) -> jax.Array:
             def add(step: jax.Array, _: None) -> None:
                 a, b = operands(step)
+                # No instruction but a fence, which the assembler would put here itself (C7519).
+                sum_ref[...] = plgpu.wgmma_accumulator_load(sum_ref, wait_n=None)
                 plgpu.wgmma(sum_ref, a if of_a else a.transpose((1, 0)), b.transpose((1, 0)) if of_b else b)
                 plgpu.wgmma_wait(1)  # the product of the step before has ended
                 pl.when(step > 0)(lambda: release(step - 1))

@@ -1,7 +1,7 @@
 """Test cases of the grouped product."""
 
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
-from kernels_pallas.grouped_matmul import KERNELS, costs, reference
+from kernels_pallas.grouped_matmul import KERNELS, costs, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul import grouped_matmul as function
 
 _ALL = ("bfloat16", "float16", "float32")
@@ -24,11 +24,21 @@ CASES = (
     _case("several tiles", 300, 600, 520, 2),
     _case("more groups than rows", 3, 33, 17, 8),
     _case("one group, transposed", 40, 16, 24, 1, transposed=True),
+    _case("whole tiles", 300, 192, 128, 4, dtypes=_ALL[:2]),
+    _case("few rows of each, transposed", 40, 64, 128, 5, transposed=True, dtypes=("bfloat16",)),
     _case("empty batch", 0, 16, 24, 4),
     _case("small", 512, 64, 64, 8, uses={"bench"}),
     _case("8192 × 2048 × 1536, 128 groups", 8192, 2048, 1536, 128, **_CHIPS),
-    _case("8192 × 4096 × 14336, 8 groups", 8192, 4096, 14336, 8, uses={"bench"}, dtypes=("bfloat16",)),
+    _case("8192 × 4096 × 14336, 8 groups", 8192, 4096, 14336, 8, **_CHIPS),
     _case("1000 × 1000 × 360, 7 groups, transposed", 1000, 1000, 360, 7, transposed=True, uses={"compile"}),
 )
 
-OPERATION = KernelOperation(function, reference.grouped_matmul, tuple(KERNELS), CASES, costs, ("xla",))
+
+def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
+    """Return whether an implementation supports a case in a dtype: Mosaic GPU copies whole tiles alone."""
+    arrays = case.structs(dtype)
+    columns = arrays["matrices"].shape[1 if case.options["transposed"] else 2]
+    return implementation != "mosaic_gpu" or mosaic_gpu.unsupported_reason(arrays["x"], columns) is None
+
+
+OPERATION = KernelOperation(function, reference.grouped_matmul, tuple(KERNELS), CASES, costs, ("xla",), _serves)

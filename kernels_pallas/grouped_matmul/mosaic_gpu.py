@@ -108,7 +108,7 @@ def product(
 
     (y,) = hopper.run(
         kernel,
-        {"x": padded(x, hopper.extent(R, blocks.m), 0), "matrices": matrices, "visits": of_visit},
+        {"x": padded(x, hopper.extent(R, blocks.m, _ALIGNMENT), 0), "matrices": matrices, "visits": of_visit},
         {"y": jax.ShapeDtypeStruct((R, N), x.dtype)},
         grid={"column": band, "visit": len(of_visit), "band": columns // band},
         warpgroups=consumers.warpgroups,
@@ -180,7 +180,7 @@ def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, cost: Kerne
 
         warp_specialize(warpgroup, consumers, lambda: pipeline.producer_loop(warpgroup, ref, steps, sources), compute)
 
-    long = hopper.extent(R, TILE)
+    long = hopper.extent(R, TILE, _ALIGNMENT)
     (sums,) = hopper.run(
         kernel,
         {"x": padded(x, long, 0), "y": padded(y, long, 0), "begin": end - sizes, "end": end},

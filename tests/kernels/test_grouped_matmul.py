@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machine_code import kernel_runs
+from markers import ELSEWHERE
 
 from kernels_pallas import grouped_matmul
 from kernels_pallas.core import interpreted
@@ -82,6 +84,86 @@ def test_a_row_has_the_same_bits_in_any_surroundings_and_tiles(dtype):
         y = np.asarray(run(jnp.asarray(x[order]), matrices, sizes, transposed=True, tile=tile))
         found.add(y[np.argsort(order)[:5]].tobytes())
     assert len(found) == 1
+
+
+@ELSEWHERE
+@pytest.mark.slow
+def test_what_a_row_and_a_matrix_depend_on_in_the_machine_code_of_hopper(monkeypatch):
+    """Emulated: groups that share tiles, that are empty, that end in the middle of a tile; NaN, and other rows.
+
+    The kernels are in the matrix of `test_machine_code`, against the reference; here are their promises, to the bit.
+    """
+    kernel_runs.on("H100", monkeypatch)
+    x, matrices, d_y = drawn(k=64, n=64, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def run(*arguments):
+        return results_and_gradients("mosaic_gpu", *arguments)
+
+    def of(x, d_y, sizes=SIZES):
+        return [np.asarray(each, np.float32) for each in run(x, matrices, d_y, jnp.asarray(sizes, jnp.int32))]
+
+    y, d_x, d_matrices = clean = of(x, d_y)
+    wide_x, wide_d_y = (np.asarray(each, np.float64) for each in (x, d_y))
+    end = 0
+    for group, size in enumerate(SIZES):
+        own, end = slice(end, end + size), end + size
+        wanted = wide_d_y[own].T @ wide_x[own]
+        # One rounding to bfloat16, of numbers whose terms may cancel.
+        np.testing.assert_allclose(d_matrices[group], wanted, rtol=2**-8, atol=1e-5)
+        assert d_matrices[group].view(np.uint32).any() == (size > 0)
+    assert not y[end:].any() and not d_x[end:].any()
+
+    spoilt = np.array([20, 49])  # of group 2, which has one row, and past all groups
+    y, d_x, d_matrices = of(x.at[spoilt].set(jnp.nan), d_y.at[spoilt].set(jnp.nan))
+    for got, right in ((y, clean[0]), (d_x, clean[1])):
+        assert np.flatnonzero(np.isnan(got).any(1)).tolist() == [20]
+        np.testing.assert_array_equal(np.delete(got, 20, 0), np.delete(right, 20, 0))
+    assert np.isnan(d_matrices[2]).all()
+    np.testing.assert_array_equal(np.delete(d_matrices, 2, 0), np.delete(clean[2], 2, 0))
+
+    # The last five rows of group 5 move to the front of it, behind others of group 4: in another place of a tile.
+    other = drawn(seed=1, k=64, n=64, dtype=jnp.bfloat16)
+    moved_x, moved_d_y = (mine.at[3:8].set(own[38:43]) for mine, own in ((other[0], x), (other[2], d_y)))
+    y, d_x, d_matrices = of(moved_x, moved_d_y, [0, 0, 1, 0, 2, 5])
+    chex.assert_trees_all_equal((y[3:8], d_x[3:8]), (clean[0][38:43], clean[1][38:43]))
+    np.testing.assert_allclose(d_matrices[5], clean[2][5], rtol=2**-7, atol=1e-5)  # summed in other places of a step
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_hopper_kernels_race_with_nothing(transposed):
+    """On an emulated block: races, deadlocks, barriers passed too often or too rarely, and NaN where nothing was
+    copied. There are more steps than slots in the ring, and rows of a tile that two warpgroups put zeros into."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    sizes = [130, 0, 300]
+    x, matrices, d_y = drawn(440, 384, 128, 3, dtype=jnp.bfloat16)
+    matrices = matrices if transposed else matrices.swapaxes(1, 2)
+    options = dict(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+    with interpreted("mosaic_gpu", **options):
+        made = results_and_gradients(None, x, matrices, d_y, sizes, transposed)
+    assert not interpret_pallas_call.get_races().races_found
+    x, matrices, d_y = (each.astype(jnp.float32) for each in (x, matrices, d_y))
+    wanted = results_and_gradients("reference", x, matrices, d_y, sizes, transposed)
+    for got, want in zip(made, wanted, strict=True):
+        # One rounding to bfloat16, of numbers whose terms may cancel.
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "k, n, dtype, reason",
+    [
+        (64, 64, "float32", "it multiplies bfloat16 and float16, not float32"),
+        (40, 64, "bfloat16", "matrices of 40 × 64 numbers are not both ways a multiple of 64"),
+        (64, 24, "bfloat16", "matrices of 64 × 24 numbers are not both ways a multiple of 64"),
+    ],
+)
+@interpreted()
+def test_what_the_hopper_kernels_do_not_serve_is_refused_with_the_reason(k, n, dtype, reason):
+    x, matrices, _ = drawn(k=k, n=n, dtype=dtype)
+    with pytest.raises(NotImplementedError, match=f"mosaic_gpu cannot serve this call: {reason}"):
+        grouped_matmul(x, matrices, jnp.asarray(SIZES, jnp.int32), transposed=True, implementation="mosaic_gpu")
 
 
 def test_tiles_cover_each_row_of_a_group_once():

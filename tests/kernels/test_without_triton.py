@@ -17,7 +17,7 @@ from numerics import check, served
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import hlo, launched_kernels, targets
-from kernels_pallas import flash_attention, paged_attention, rms_norm, rotary_embedding
+from kernels_pallas import flash_attention, grouped_matmul, paged_attention, rms_norm, rotary_embedding
 from kernels_pallas.core import choice, interpreted, launch, target
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.flash_attention import causal, sliding_window
@@ -66,6 +66,18 @@ def test_pages_take_mosaic_gpu_on_hopper(kind, page, mosaic_gpu):
     assert ("gpu_block" in text) == mosaic_gpu and bool(said) != mosaic_gpu
     structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, value)]
     assert kernel_on(target.of_kind("gpu", kind), *structs) == ("mosaic_gpu" if mosaic_gpu else None)
+
+
+@pytest.mark.parametrize("kind, width, mosaic_gpu", [("NVIDIA H200", 64, True), ("NVIDIA H200", 40, False)])
+def test_groups_take_mosaic_gpu_on_hopper(kind, width, mosaic_gpu):
+    """Forward, and in the gradients of rows and of matrices."""
+    loss = functools.partial(_sum_of_groups, sizes=jnp.asarray([3, 0, 7], jnp.int32))
+    text, said = traced(jax.grad(loss, (0, 1)), kind, (16, 64), (3, 64, width))
+    assert text.count("mpmd_map") // 3 == mosaic_gpu and bool(said) != mosaic_gpu
+
+
+def _sum_of_groups(x, matrices, sizes):
+    return grouped_matmul(x, matrices, sizes).sum()
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ SAMPLE = {
     "flash_attention-wide, packed, window, cap and sinks-bfloat16-mosaic_gpu-H100",
     "gated_activation-plain-bfloat16-triton-B200",
     "grouped_matmul-plain-bfloat16-triton-H100",
+    "grouped_matmul-whole tiles-bfloat16-mosaic_gpu-H100",
     "layer_norm-residual-bfloat16-triton-H100",
     "linear_cross_entropy-plain-bfloat16-triton-B200",
     "log_softmax-odd width, masked rows-float32-triton-H100",

@@ -24,7 +24,7 @@ CASES = (
     _case("several tiles", 300, 600, 520, 2),
     _case("more groups than rows", 3, 33, 17, 8),
     _case("one group, transposed", 40, 16, 24, 1, transposed=True),
-    _case("whole tiles", 300, 192, 128, 4, dtypes=_ALL[:2]),
+    _case("whole tiles", 400, 384, 128, 4, dtypes=_ALL[:2]),
     _case("few rows of each, transposed", 40, 64, 128, 5, transposed=True, dtypes=("bfloat16",)),
     _case("empty batch", 0, 16, 24, 4),
     _case("small", 512, 64, 64, 8, uses={"bench"}),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,30 @@ def on_each_device(
     out_specs = specs[0] if results is None else tuple(_like(axes, operands, specs) for axes in results)
     mapped = jax.shard_map(function, in_specs=specs, out_specs=out_specs, axis_names=left, check_vma=False)
     return mapped(*arrays)
+
+
+class Gathers(NamedTuple):
+    """The dimensions of an array that a function `on_each_device` gathers from its parts, each with the mesh axes."""
+
+    over: tuple[tuple[int, str | tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], stored: Sequence[str | None], computing: Sequence[str | None]) -> Self:
+        """Return what is gathered of an array with the logical axes `stored` to lie as if it had `computing`.
+
+        Its gradient is then a reduce-scatter. XLA for TPUs would leave it the sum of whole arrays, an all-reduce, where
+        the array is gathered on its way into the function.
+        """
+        mesh, rules = mesh_around(), rules_around()
+        if mesh.size <= 1 or not mesh.axis_names:
+            return cls(())
+        pairs = zip(partition(stored, shape, mesh, rules), partition(computing, shape, mesh, rules), strict=True)
+        return cls(tuple((i, lies) for i, (lies, needed) in enumerate(pairs) if lies != needed))
+
+    def __call__(self, part: jax.Array) -> jax.Array:
+        for dimension, axes in self.over:
+            part = jax.lax.all_gather(part, axes, axis=dimension, tiled=True)
+        return part
 
 
 def _like(

@@ -19,7 +19,8 @@ from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import parameter_counts
-from jaxlm.lowering import report, targets
+from jaxlm.lowering import collectives, hlo, report, targets
+from jaxlm.lowering.programs import step_programs
 from jaxlm.models import config, tree
 from jaxlm.models.doors import Dropout
 from jaxlm.models.feed_forward.dense import DenseFeedForward
@@ -453,3 +454,16 @@ def test_compiled_programs_multiply_what_is_counted(kind, chips, sizes):
     mesh = make_mesh(meshes.layout(*sizes), targets.devices(target))
     found = report.compile(experiment, kind, target, mesh, False).report
     assert found.flops == found.counted_flops and found.kernel_flops == found.counted_kernel_flops
+
+
+@ELSEWHERE
+def test_gradients_of_experts_are_scattered_also_on_tpus():
+    """XLA for TPUs would send them whole, each to every device."""
+    settings = model_fixtures.MIXTURE | {"feed_forward": {"kind": "mixture", "num_experts": 8, "d_ff": 256}}
+    described = model_fixtures.model(settings, d_model=192, num_layers=2, vocab_size=64)
+    experiment = model_fixtures.experiment(described, dtype="bfloat16", batch=4)
+    mesh = meshes.make(1, 4, 1, devices=targets.devices(Target.parse("tpu-v5e:2x2")))
+    program = hlo.parse(step_programs(experiment, "train", mesh).step.lower().compile().as_text())
+    sent = collectives.collectives(program, dict(mesh.shape))
+    scattered = [each for each in sent if each.kind == "reduce-scatter" and "mixture/feed_forward" in each.scope]
+    assert sum(each.count * each.bytes for each in scattered) == 3 * 8 * 256 * 192 * 2  # one layer's matrices

@@ -29,7 +29,7 @@ from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.linear import BIAS
 from jaxlm.models.logical_axes import GATHERED, HIDDEN, RESIDUAL, Axes
 from jaxlm.models.parameters import axes_of
-from jaxlm.parallel.collectives import on_each_device
+from jaxlm.parallel.collectives import Gathers, on_each_device
 from jaxlm.parallel.partition import constrain, shards_of
 from kernels_pallas import grouped_matmul
 from kernels_pallas.core.launch import KernelCost, KernelCosts
@@ -200,7 +200,7 @@ def _to_experts(
     axes: Axes,
     of_parts: jax.Array | None,
 ) -> jax.Array:
-    multiply = _multiplied(matrix, bias)
+    multiply, gathers = _multiplied(matrix, bias), _gathers(matrix, bias)
 
     def local(x: jax.Array, order: jax.Array, place: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple:
         x_ND, place_Nk = x.reshape(-1, x.shape[-1]), place.reshape(x.size // x.shape[-1], -1)
@@ -209,7 +209,8 @@ def _to_experts(
         # The rows are taken again for the gradient of the matrix: kept, they would be as many times x as choices.
         @jax.checkpoint
         def product(x_ND: jax.Array, *weights: jax.Array) -> jax.Array:
-            return multiply(_spread(x_ND, token_R, place_Nk), sizes[0], *weights)
+            whole = (gather(each) for gather, each in zip(gathers, weights, strict=True))
+            return multiply(_spread(x_ND, token_R, place_Nk), sizes[0], *whole)
 
         return (product(x_ND, *weights)[None],)
 
@@ -270,13 +271,15 @@ def _from_experts(
     axes: Axes,
 ) -> jax.Array:
     multiply, parts = _multiplied(matrix, None), shards_of(_PARTS, _size(matrix, 2))
+    gathers = _gathers(matrix, bias)
 
     def local(hidden, order, place, sizes, weights_BTk, matrix, *biases) -> tuple[jax.Array]:
         place_Nk = place.reshape(-1, weights_BTk.shape[-1])
         token_R = order[0] // place_Nk.shape[1]
 
         @jax.checkpoint
-        def product(hidden_RF: jax.Array, weights_BTk: jax.Array, matrix: jax.Array, *biases: jax.Array) -> jax.Array:
+        def product(hidden_RF: jax.Array, weights_BTk: jax.Array, *parameters: jax.Array) -> jax.Array:
+            matrix, *biases = (gather(each) for gather, each in zip(gathers, parameters, strict=True))
             weight_R1 = _spread(weights_BTk.reshape(-1, 1), order[0], place.reshape(-1, 1))
             scaled_RF = (hidden_RF.astype(jnp.float32) * weight_R1).astype(hidden_RF.dtype)
             y_RD = multiply(scaled_RF, sizes[0], matrix)
@@ -300,12 +303,20 @@ def _on_devices(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:
 
 
 def _weights(*parameters: nnx.Param | None) -> list[tuple[jax.Array, Axes]]:
-    """Return parameters as layers compute with them; what has the axis "channels" is small, and whole."""
+    """Return parameters as they are stored."""
+    return [(p[...], axes_of(p)) for p in parameters if p is not None]
+
+
+def _gathers(*parameters: nnx.Param | None) -> list[Gathers]:
+    """Return how stored parameters are gathered for layers to compute with them; what has the axis "channels" is small,
+    and whole."""
 
     def computing(axis: str) -> str | None:
         return None if axis == "channels" else f"act_{axis}"
 
-    return [(p[...], tuple(map(computing, axes_of(p)))) for p in parameters if p is not None]
+    return [
+        Gathers.of(p[...].shape, axes_of(p), tuple(map(computing, axes_of(p)))) for p in parameters if p is not None
+    ]
 
 
 def _multiplied(matrix: nnx.Param, bias: nnx.Param | None) -> Callable[..., jax.Array]:

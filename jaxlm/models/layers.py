@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxlm.models.config import BlockConfig
 from jaxlm.models.execution_config import ExecutionConfig, Remat
@@ -212,8 +213,35 @@ def _loop_through(
     if trips == 1:  # a loop of one trip would have gradients of what enters it, whoever asks for them
         carry, results = body(carry, jax.tree.map(lambda x: x[0], over))
         return carry, jax.tree.map(lambda x: x[None], results)
-    # `unroll` writes the loop out at trace time: the same tree, the same body, no while loop in the program.
-    return jax.lax.scan(body, carry, over, unroll=1 if scan else trips)
+    if scan:
+        return jax.lax.scan(body, carry, over)
+    # A scan that unrolls calls one function for all layers, in which XLA for TPUs does not see the axes of a map over
+    # devices around, and aborts. The gradient of what is unstacked is a stack.
+    write, of_trips = written_out(body), []
+    for each in _unstacked(over):
+        carry, results = write(carry, each)
+        of_trips.append(results)
+    return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *of_trips)
+
+
+def written_out(function: Callable) -> Callable:
+    """Return a function that is traced once for operands of one structure, and written out wherever it is called.
+
+    Its operations keep their source lines, by which profiles and `jaxlm compile` name them; those of a jitted function
+    that is inlined have the line of the call.
+    """
+    traced: dict[Any, tuple[ClosedJaxpr, Any]] = {}
+
+    def write(*operands: Any) -> Any:
+        leaves, structure = jax.tree.flatten(operands)
+        key = structure, *map(jax.typeof, leaves)
+        if key not in traced:
+            jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*operands)
+            traced[key] = jaxpr, jax.tree.structure(results)
+        jaxpr, results = traced[key]
+        return jax.tree.unflatten(results, jaxpr_as_fun(jaxpr)(*leaves))
+
+    return write
 
 
 def _slices(runs: Sequence[LayerRun], tree: nnx.State, may_slice: bool) -> nnx.State | None:
@@ -248,7 +276,7 @@ def _at(indices: Sequence[int], trip: jax.Array) -> jax.Array:
     return indices[0] + (indices[1] - indices[0] if len(indices) > 1 else 0) * trip
 
 
-def _unstacked(tree: nnx.State) -> list[nnx.State]:
+def _unstacked(tree: Any) -> list[Any]:
     """Return a tree of arrays [n, …] as n trees."""
     leaves, structure = jax.tree.flatten(tree)
     return [structure.unflatten(each) for each in zip(*map(jnp.unstack, leaves), strict=True)]

@@ -15,7 +15,7 @@ from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.doors import Dropout, add, look_up, scale
 from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import copied, through
+from jaxlm.models.layers import copied, through, written_out
 from jaxlm.models.masks import Mask
 from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.parameters import Module, normal, param
@@ -185,9 +185,9 @@ class Transformer(Module):
             return block(*operands)
 
         if self.groups.unrolled:
-            # Equal blocks are traced once and written out. XLA for TPUs would keep calls of a large function, and abort
-            # on maps over devices there that are inside another map.
-            layer = jax.jit(layer, inline=True)
+            # XLA for TPUs would keep calls of a large function, and abort on maps over devices there that are inside
+            # another map.
+            layer = written_out(layer)
 
         def run(block: Block, carry: tuple, at: LayerIndex) -> tuple:
             x_BTD, cache = carry

@@ -175,16 +175,17 @@ def test_layers_that_differ_in_windows_and_angles_train_in_one_loop():
     assert over_parameters == [[3], []]
 
 
-@pytest.mark.parametrize(("scan", "barriers"), [(True, 2), (False, 5)])
-def test_each_layer_is_rematerialised_by_itself(mixed, scan, barriers):
-    """Three in the body of a loop, and two that stand alone, where XLA would merge what runs again with what ran."""
+@pytest.mark.parametrize(("scan", "bodies", "barriers"), [(True, 5, 2), (False, 8, 8)])
+def test_each_layer_is_rematerialised_by_itself(mixed, scan, bodies, barriers):
+    """Three in the body of a loop, and two that stand alone, where XLA would merge what runs again with what ran; or
+    all eight alone."""
     _, graph, parameters = mixed
     tokens = jnp.zeros((1, 8), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, ExecutionConfig(remat="full", scan_layers=scan)))(
         parameters, tokens
     )
     found = [eqn.params["prevent_cse"] for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "remat2"]
-    assert len(found) == 5 and sum(found) == barriers
+    assert (len(found), sum(found)) == (bodies, barriers)
 
 
 def test_inference_copies_no_parameters(mixed):

@@ -8,8 +8,12 @@ import model_fixtures
 import numpy as np
 import pytest
 from flax import nnx
+from markers import ELSEWHERE
 from matrices import sampled
 
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.programs import step_programs
 from jaxlm.models import tree
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.positions import packed_causal_mask
@@ -398,3 +402,21 @@ def test_an_untrained_model_knows_nothing_and_training_learns():
     np.testing.assert_allclose(metrics[0]["loss"], np.log(model_fixtures.VOCABULARY), atol=0.01)
     # Random targets carry ln 64 = 4.16 nats each; only memorisation gets below.
     assert metrics[-1]["loss"] < 2.0
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("remat", sampled(["none", "full"], ["none"]))
+@pytest.mark.parametrize("sizes", sampled([(2, 2, 1), (2, 1, 2)], ["(2, 2, 1)"]), ids=str)
+def test_layers_written_out_compile_for_tpus_within_the_sum_over_replicas(sizes, remat):
+    """XLA for TPUs aborts on a map over devices that is inside another, if a function that is called several times has
+    it. So the maps of all layers are in the one body of the loop over microbatches."""
+    model = model_fixtures.model(num_layers=2)
+    changes = {"dtype": "bfloat16", "microbatches": 2, "remat": remat, "scan_layers": False}
+    mesh = meshes.make(*sizes, devices=targets.devices(Target.parse("tpu-v5e:2x2")))
+    lowered = step_programs(model_fixtures.experiment(model, **changes), "train", mesh).step.lower()
+    text = lowered.as_text()
+    functions = {re.search(r"@(\w+)", each)[1]: each for each in re.split(r"(?m)^  func\.func ", text)[1:]}
+    have = [name for name, each in functions.items() if "sdy.manual_computation" in each]
+    assert all(len(re.findall(rf"call @{name}\(", text)) <= 1 for name in have), have
+    assert max(each.count("sdy.manual_computation") for each in functions.values()) > 5 * model.num_layers
+    assert lowered.compile().as_text().count('custom_call_target="tpu_custom_call"') >= 5 * model.num_layers

@@ -340,6 +340,9 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     )
 
 
+_NO_TILES = "Couldn't find output tile sizes"
+
+
 class _CompiledProgram(NamedTuple):
     """A compiled program, and its text after XLA's passes."""
 
@@ -360,7 +363,7 @@ def _compiled_program(
     texts[f"{prefix}stablehlo.mlir"] = lowered.as_text()
     try:
         with _level("O1") if quick else contextlib.nullcontext():
-            compiled = lowered.compile()
+            compiled = _executable(lowered)
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
         if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
@@ -375,6 +378,17 @@ def _compiled_program(
         raise InputError(why) from error
     texts[f"{prefix}optimised.hlo"] = text
     return _CompiledProgram(traced, compiled, seconds, text)
+
+
+def _executable(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile a program. Where a GPU is absent XLA cannot try tiles of its Triton products, and fails if its first ones
+    do not fit: heads of a layer in a stack that are no multiple of 16. Then cuBLAS computes the products."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_TILES not in str(error):
+            raise
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 @contextlib.contextmanager

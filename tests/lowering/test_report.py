@@ -128,6 +128,18 @@ def test_a_window_of_all_layers_is_compiled_as_counted(small, platform):
     assert saved == pytest.approx(of_cache[0] - of_cache[1], rel=1e-3)
 
 
+def test_heads_that_tiles_do_not_divide_are_computed_by_cublas(small):
+    """XLA's first tiles of Triton are 16 deep, and no GPU is here to try others. A layer's 24 channels are a slice."""
+    heads = ("model.attention.num_heads=4", "model.attention.num_kv_heads=4")
+    sizes = ("model.num_layers=2", "model.d_model=96", "model.vocab_size=512", "model.context_length=64", *heads)
+    found = report.compile(
+        config.load(small, [*sizes, "execution.scan_layers=false", "execution.remat=none", "training.microbatches=1"]),
+        *("train", Target.parse("h200-sxm:1"), meshes.make(devices=targets.devices(Target.parse("h200-sxm:1")))),
+    ).report
+    assert found.flops == found.counted_flops
+    assert any("cublas" in name for name, _ in found.calls)
+
+
 @pytest.mark.parametrize("chip, temporaries, gaps", [("tpu-v5e", 600, 200), ("h200-sxm", 800, 0)])
 def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gaps):
     """A GPU's runtime allocates one block, gaps included."""

@@ -8,8 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Run a block, or a function that this decorates, without the garbage collector, which looks at every imported
-    object again as imports and counts make more; nor does it at the end of the process."""
+    """Run a block, or a function that this decorates, without Python's garbage collector.
+
+    The collector would walk over all imported objects each time that more are allocated, and once more at the end of
+    the process, which freezing them prevents.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     atexit.register(gc.freeze)

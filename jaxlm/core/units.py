@@ -61,7 +61,8 @@ def seconds(value: float) -> str:
     for least, (unit, scale) in _TIMES.items():
         if value >= least:
             return f"{number(value / scale, 3)} {unit}"
-    scale = next((scale for scale in (1.0, 1e-3, 1e-6) if value >= scale), 1e-9)
+    rounded = float(f"{value:.3g}")  # 999.6 ms are 1 s
+    scale = next((scale for scale in (1.0, 1e-3, 1e-6) if rounded >= scale), 1e-9)
     return f"{value / scale:.3g} {_PREFIXES[scale]}s" if value else "0 s"
 
 

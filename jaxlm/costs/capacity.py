@@ -9,7 +9,7 @@ from jaxlm.config import Experiment
 from jaxlm.core import accelerators, units
 from jaxlm.core.errors import InputError
 from jaxlm.models.bounds import parameters_at_most, values_per_token_at_most
-from jaxlm.parallel.devices import emulated_for
+from jaxlm.parallel.devices import emulated_for, set_by_environment
 from jaxlm.parallel.processes import process_count
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ def check_before_reading(experiment: Experiment) -> None:
     """
     if accelerators.platforms() != "cpu":
         return
-    here = emulated_for(experiment.mesh.least().size)
-    if (given := os.environ.get("JAX_NUM_CPU_DEVICES", "")).isdigit():
-        here = int(given)
+    here = set_by_environment() or emulated_for(experiment.mesh.least().size)
     layout = config.layout(experiment, here * process_count())
     if _at_most(experiment) < (capacity := _of_this_machine()):
         return

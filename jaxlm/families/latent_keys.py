@@ -13,12 +13,8 @@ class LatentHeads:
     """DeepSeek gives as many key/value heads as heads, and the channels of a head in several ways."""
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        attention = values["attention"]
-        expected = {
-            "num_key_value_heads": attention["num_heads"],
-            "head_dim": attention["rope_dim"],
-            "qk_head_dim": attention["nope_dim"] + attention["rope_dim"],
-        }
+        heads, nope_dim, rope_dim = _sizes(values, where)
+        expected = {"num_key_value_heads": heads, "head_dim": rope_dim, "qk_head_dim": nope_dim + rope_dim}
         for key, value in expected.items():
             if (found := entries.pop(key, None)) not in (None, value):
                 raise InputError(f"{where}: {key} = {found!r}, and with the file's other keys it can be {value} alone")
@@ -34,9 +30,14 @@ class LatentScores:
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         scaling = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+        if not isinstance(scaling, Mapping):
+            return {}  # refused where positions are read
         slope, factor = (scaling.get(key) for key in ("mscale_all_dim", "factor"))
-        attention = values["attention"]
-        scale = _scale(attention["nope_dim"] + attention["rope_dim"], slope, factor)
+        for key, value in (("mscale_all_dim", slope), ("factor", factor)):
+            if value is not None and type(value) not in (int, float):
+                raise InputError(f"{where}: {key} = {value!r} of the rotary positions must be a number")
+        _, nope_dim, rope_dim = _sizes(values, where)
+        scale = _scale(nope_dim + rope_dim, slope, factor)
         return {} if scale is None else {"attention": {"scale": scale}}
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -45,6 +46,18 @@ class LatentScores:
         if attention.scale != _scale(attention.nope_dim + attention.rope_dim, slope, factor):
             raise InputError(f"{family.name} has the scale of scores that follows from its rotary positions")
         return {}
+
+
+_SIZES = {"num_heads": "num_attention_heads", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
+
+
+def _sizes(values: Mapping[str, Any], where: str) -> list[int]:
+    """Return the heads, and the channels of a head without and with rotary positions. Raises InputError where a file
+    lacks one, or has none that is a whole number."""
+    for name, key in _SIZES.items():
+        if type(value := values["attention"].get(name)) is not int:
+            raise InputError(f"{where}: {key} = {value!r}; it must be a whole number above 0")
+    return [values["attention"][name] for name in _SIZES]
 
 
 def _scale(channels: int, slope: float | None, factor: float | None) -> float | None:

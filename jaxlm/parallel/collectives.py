@@ -108,12 +108,15 @@ class Gathers(NamedTuple):
         the array is gathered on its way into the function.
         """
         mesh, rules = mesh_around(), rules_around()
-        if mesh.size <= 1 or not mesh.axis_names:
+        if mesh.size <= 1:
             return cls(())
         pairs = zip(partition(stored, shape, mesh, rules), partition(computing, shape, mesh, rules), strict=True)
-        return cls(tuple((i, lies) for i, (lies, needed) in enumerate(pairs) if lies != needed))
+        over = tuple((i, lies, needed) for i, (lies, needed) in enumerate(pairs) if lies != needed)
+        assert all(needed is None for _, _, needed in over), f"{stored} lies otherwise than {computing}, not gathered"
+        return cls(tuple((i, lies) for i, lies, _ in over))
 
     def __call__(self, part: jax.Array) -> jax.Array:
+        """Return the array gathered, of a device's own part of it."""
         for dimension, axes in self.over:
             part = jax.lax.all_gather(part, axes, axis=dimension, tiled=True)
         return part

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,18 @@ def start(wanted: int) -> list[Any]:
     return devices
 
 
+def set_by_environment() -> int | None:
+    """Return the devices that JAX_NUM_CPU_DEVICES, or else XLA_FLAGS, splits the CPU of each process into; None where
+    neither does."""
+    given = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(given) if given.isdigit() else int(flags[-1]) if flags else None
+
+
 def emulated_for(wanted: int) -> int:
     """Return the devices that the CPU of each process is split into for a mesh of `wanted` devices; 1 where the
     environment sets their number. Raises InputError where so many are not emulated."""
-    if "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+    if set_by_environment() is not None:
         return 1
     emulated = math.ceil(wanted / processes.process_count()) if wanted > 1 else 1
     if emulated > _MOST_EMULATED and accelerators.platforms() == "cpu":

@@ -1,5 +1,6 @@
 """Steps that the memory here cannot hold, refused before any text is read."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_a_mesh_that_is_not_here_is_refused_too(cpu, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     with pytest.raises(InputError, match="devices"):
         capacity.check_before_reading(config.load(CONFIGS / "quickstart.toml", ["mesh.data=16"]))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_that_xla_flags_give_are_those_of_the_mesh(cpu, monkeypatch, devices):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
+    experiment = config.load(CONFIGS / "quickstart.toml", ["mesh.data=2", "mesh.tensor=2"])
+    with contextlib.nullcontext() if devices == 4 else pytest.raises(InputError, match="2 devices"):
+        capacity.check_before_reading(experiment)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "shakespeare_char", "data_mixture", "experts"])

@@ -14,7 +14,7 @@ from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache_memory import CacheSize, most_pages
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.ragged_step import Batch, ragged_step
+from jaxlm.inference.ragged_step import Batch, NextTokens, ragged_step
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting, prompt_chunks
 from jaxlm.models.config import ModelConfig
@@ -91,7 +91,7 @@ def costs(work: Workload) -> list[JaxprCost]:
     there may be."""
     programs, cache = _programs(work)
     pages = jax.eval_shape(programs.pages(cache))
-    ids, valid = jax.ShapeDtypeStruct((work.batch + 1,), jnp.int32), np.ones(work.model.vocab_size, bool)
+    upcoming, valid = NextTokens.empty(work.batch + 1), np.ones(work.model.vocab_size, bool)
     mesh = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES), abstract_device=CHIPS[work.platform])
     with jax.sharding.use_abstract_mesh(mesh), using_rules(ENGINE), using_kernels(work.execution.kernels):
         return [
@@ -100,7 +100,7 @@ def costs(work: Workload) -> list[JaxprCost]:
                     programs.weights.module(parameters), programs.layout, shape, *operands
                 ),
                 programs.abstract_parameters(),
-                *(pages, ids, batch, valid),
+                *(pages, upcoming, batch, valid),
                 trips=_most_tiles(work, shape),
             )
             for shape, batch in batches(work, programs, cache)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.programs import EnginePrograms, compiled_step
+from jaxlm.inference.ragged_step import NextTokens
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting
 from jaxlm.parallel.rules import ENGINE
@@ -55,9 +56,9 @@ class ForcedSteps:
         return self._run(shape, batch)[: len(chunks)]
 
     def _run(self, shape: StepShape, batch) -> np.ndarray:
-        last = np.zeros(self.programs.slots + 1, np.int32)
+        upcoming = NextTokens.empty(self.programs.slots + 1)
         step = compiled_step(self.programs, self.cache, shape)
-        self._pages, results = step(self._parameters, self._pages, last, batch, self._valid)
+        self._pages, results = step(self._parameters, self._pages, upcoming, batch, self._valid)
         return np.asarray(results.logits_QV)
 
 

@@ -1,5 +1,6 @@
 """The inference engine: requests in, tokens out, each step dispatched before the one before it is read."""
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple
@@ -14,9 +15,9 @@ from jaxlm.inference.generation import EndReason, Token
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts, check_stop_tokens
-from jaxlm.inference.runner import PendingStep, Runner, Scores
+from jaxlm.inference.runner import PendingStep, Reading, Runner, Scores
 from jaxlm.inference.sampling import NO_TOKEN, NotFinite
-from jaxlm.inference.scheduler import NeverFits, Scheduler
+from jaxlm.inference.scheduler import NeverFits, Scheduler, StepPlan
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE
 from jaxlm.models.config import ModelConfig
@@ -96,6 +97,7 @@ class Engine:
             max_queued=settings.max_queued,
             max_queued_tokens=settings.max_queued_tokens,
             max_context=self.longest,
+            drafts=settings.drafts,
         )
         self._lock = threading.Lock()
         self._ahead: PendingStep | None = None
@@ -188,6 +190,7 @@ class Engine:
 
     def _end(self, method: Literal["cancel", "finish"], id: int) -> None:
         with self._lock:
+            self._kept = [event for event in self._kept if event.id != id]  # of tokens after those that were read
             if self._tell is None:
                 getattr(self._scheduler, method)(id)
             elif id in self._scheduler.live:
@@ -214,28 +217,34 @@ class Engine:
             return events
         reading = self.runner.read(done)
         with self._lock:
-            ids = {id: token.id for id, token in reading.tokens.items()}
-            for generation in done.plan.draws:
-                if ids[generation.id] == NO_TOKEN and not generation.end:
-                    self._scheduler.cancel(generation.id)
-                    events.append(Event(generation.id, end="error", error=NotFinite()))
             for chunk in done.plan.chunks:
                 if chunk.is_scored and not chunk.generation.end:
                     events.append(Event(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
-            for generation in self._scheduler.commit(done.plan, ids):
-                token = reading.tokens[generation.id]
-                has_ended = token.id in generation.stop_token_ids
-                events.append(
-                    Event(
-                        generation.id,
-                        None if has_ended else token,
-                        token.id if has_ended else None,
-                        generation.end,
-                        hidden=reading.hidden.get(generation.id),
-                        cached=generation.cached,
-                    )
-                )
+            events += self._committed(done.plan, reading)
         return events
+
+    def _committed(self, plan: StepPlan, reading: Reading) -> Iterator[Event]:
+        """Commit the draws of a step, and yield the events of the tokens."""
+        ids = {id: [token.id for token in tokens] for id, tokens in reading.tokens.items()}
+        drawn = {id: [*itertools.takewhile(NO_TOKEN.__ne__, some)] for id, some in ids.items()}
+        for generation, count in self._scheduler.commit(plan, drawn, reading.foreseen):
+            id, left = generation.id, count
+            hidden_ND = reading.hidden.get(id)
+            for n, token in enumerate(reading.tokens[id][:count]):
+                left -= 1
+                has_ended = token.id in generation.stop_token_ids
+                yield Event(
+                    id,
+                    None if has_ended else token,
+                    token.id if has_ended else None,
+                    None if left else generation.end,
+                    hidden=None if hidden_ND is None else hidden_ND[n],
+                    cached=generation.cached,
+                )
+        for generation in plan.draws:
+            if NO_TOKEN in ids[generation.id] and not generation.end:
+                self._scheduler.cancel(generation.id)
+                yield Event(generation.id, end="error", error=NotFinite())
 
     def run(self) -> Iterator[Event]:
         """Yield what happens until all requests have ended."""
@@ -251,15 +260,15 @@ class Engine:
         waiting = set(ids)
         try:
             while waiting:
-                mine = [event for event in self._kept if event.id in waiting]
-                self._kept = [event for event in self._kept if event.id not in waiting]
-                if not mine:
+                at = next((at for at, event in enumerate(self._kept) if event.id in waiting), None)
+                if at is None:
                     waiting &= self._scheduler.live  # a request that is cancelled or finished has no event
                     self._kept += self.step()
-                for event in mine:
-                    if event.end:
-                        waiting.discard(event.id)
-                    yield event
+                    continue
+                event = self._kept.pop(at)
+                if event.end:
+                    waiting.discard(event.id)
+                yield event
         finally:
             for id in waiting:
                 self.cancel(id)

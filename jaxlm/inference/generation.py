@@ -1,8 +1,10 @@
 """A request that is being answered: its tokens, and the parts of them that steps read. Imports no JAX."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from jaxlm.inference.acceptance import Acceptance
 from jaxlm.inference.pages import SequencePages
 from jaxlm.inference.requests import BarredTokens, Request
 
@@ -39,8 +41,10 @@ class Generation:
       shard: the index of the shard of devices that has its pages and its slot; -1 while it waits.
       holding: its pages; None while it waits.
       slot: the index of its state on the shard; -1 while it waits.
-      computed: tokens whose keys are dispatched.
-      pending: draws that are dispatched and not read back.
+      computed: the fewest tokens whose keys may be dispatched: drafts that are dispatched may be refused.
+      reach: the most.
+      pending: what draws tokens, is dispatched and is not read back, in order.
+      acceptance: of its drafts so far.
       cached: prompt tokens that were found when it first began.
       preemptions: times that its pages went to another, to be computed again.
       end: None while it lives.
@@ -58,7 +62,9 @@ class Generation:
     holding: SequencePages | None = None
     slot: int = -1
     computed: int = 0
-    pending: int = 0
+    reach: int = 0
+    pending: "deque[Chunk | DecodeRun]" = field(default_factory=deque, repr=False)
+    acceptance: Acceptance = field(default_factory=Acceptance, repr=False)
     cached: int = 0
     preemptions: int = 0
     end: EndReason | None = None
@@ -83,8 +89,8 @@ class Generation:
 
     @property
     def is_drawn(self) -> bool:
-        """True once the last token that it may draw is dispatched."""
-        return self.drawn + self.pending >= self.request.max_tokens
+        """True once the last token that it may draw is dispatched, however many drafts are refused."""
+        return not self.is_reading and self.computed >= self.request.most_tokens
 
     @property
     def shareable(self) -> list[int]:
@@ -92,6 +98,31 @@ class Generation:
         log-probability is asked for."""
         scored = self.request.scores_from
         return self.tokens if scored is None else self.tokens[: scored + 1]
+
+    def decode(self, run: "DecodeRun") -> None:
+        """Take note of a run that is dispatched: it adds a token at least, if it begins below its limit."""
+        self.computed += self.computed < run.limit
+        self.reach = max(self.reach, min(self.reach + 1 + run.drafts, run.limit))
+
+    def settle(self) -> None:
+        """Of a generation that has pages: compute from the tokens that were read back how many are dispatched: with all but the last of them, what
+        pending runs add."""
+        self.computed = self.reach = len(self.tokens) - 1
+        for run in self.pending:
+            assert isinstance(run, DecodeRun), "a chunk draws before any run"
+            self.decode(run)
+        # Pages of a window that no later token reads come back when the next token is planned.
+        self.holding.tokens = max(self.holding.tokens, self.computed)
+
+
+@dataclass(frozen=True)
+class DecodeRun:
+    """Rows of a step that read the last token of a generation, and up to `drafts` tokens that may follow it; those at
+    positions from `limit` on are not read."""
+
+    generation: Generation
+    drafts: int
+    limit: int
 
 
 @dataclass(frozen=True)

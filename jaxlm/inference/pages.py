@@ -27,8 +27,8 @@ class SequencePages:
 
     Attributes:
       tables: by group, the page ids of the sequence in order, as C ints; 0 where one is freed.
-      tokens: the tokens that have room. After `match`, the tokens whose keys are in the pages; the token after these
-        tokens is written next.
+      tokens: the tokens that are written for certain, among those that have room. After `match`, the tokens whose keys
+        are in the pages; the token after these tokens is written next.
       published: the whole pages, from the first, that `publish` has seen or `match` has found.
     """
 
@@ -189,18 +189,21 @@ class Pages:
             for group, table in zip(self._groups, holding.tables, strict=True)
         )
 
-    def extend(self, holding: SequencePages, tokens: int) -> bool:
+    def extend(self, holding: SequencePages, tokens: int, written: int | None = None) -> bool:
         """Give room for so many tokens in all, or return False and give none.
 
         Frees first the pages that token `holding.tokens`, the next to be written, cannot read. To have room, cached
         pages are evicted.
+
+        Args:
+          written: how many of the tokens are written for certain before this is called again; None for all.
         """
         if self.room(holding) < tokens:
             return False
         for at, table in enumerate(holding.tables):
             while len(table) * self.size < tokens:
                 table.append(self._take(at))
-        holding.tokens = max(holding.tokens, tokens)
+        holding.tokens = max(holding.tokens, tokens if written is None else written)
         return True
 
     def has_room(

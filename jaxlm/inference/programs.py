@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.paged_cache import Arrays, PageLayout
-from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, draw, ragged_step
+from jaxlm.inference.ragged_step import Batch, DrawRows, NextTokens, SlotState, StepResults, draw, ragged_step
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
@@ -50,6 +50,8 @@ class EnginePrograms:
       slots: the most sequences that decode on a shard.
       chunk_tokens: the most rows of prompts in a step on a shard, rounded up to whole tiles.
       exact: compute each row in one way on a CPU.
+      drafts: the most drafts of a sequence in a step.
+      history: the most tokens of a sequence, in which drafts are looked up; 0 without drafts.
       kernels: `execution.kernels`.
 
     Raises InputError for a model or a page that the engine cannot serve.
@@ -62,6 +64,8 @@ class EnginePrograms:
     slots: int
     chunk_tokens: int
     exact: bool
+    drafts: int
+    history: int
     kernels: Kernels
 
     @classmethod
@@ -70,11 +74,18 @@ class EnginePrograms:
     ) -> "EnginePrograms":
         """Return the programs of an engine of these sizes, whose slots are divided over the shards."""
         slots = -(-settings.slots // _shards(mesh))
-        return cls(model, mesh, dtype, settings.page, slots, settings.chunk_tokens, settings.exact, kernels)
+        history = min(model.context_length, settings.context or model.context_length) if settings.drafts else 0
+        sizes = settings.page, slots, settings.chunk_tokens, settings.exact, settings.drafts, history
+        return cls(model, mesh, dtype, *sizes, kernels)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
             raise InputError(f"a page of {self.page} tokens must be a multiple of {TILE}, which prompts are read by")
+        if self.drafts and any(entry.states is not None for entry in self.layout.entries):
+            raise InputError(
+                "speculation takes back the tokens that it has guessed wrongly, which the state of a recurrent layer "
+                "cannot; leave out --speculate for this model"
+            )
 
     @property
     def is_on_cpu(self) -> bool:
@@ -95,7 +106,7 @@ class EnginePrograms:
         """The shapes, on each shard, that there are programs for."""
         # Before the kernel of one row a matrix of bfloat16 is widened.
         takes_one = self.is_on_cpu and not self.exact and self.dtype == jnp.float32
-        return StepShapes(self.slots, self.chunk_tokens, 1 if takes_one else FEWEST)
+        return StepShapes(self.slots, self.chunk_tokens, 1 if takes_one else FEWEST, self.drafts)
 
     @cached_property
     def weights(self) -> WeightLayout:
@@ -130,7 +141,7 @@ class EnginePrograms:
 
     def empty_state(self) -> SlotState:
         """Return the state of each shard's `slots` slots, and of one for draws of padding, on the host."""
-        return SlotState.empty(self.shards * (self.slots + 1), self.model.vocab_size)
+        return SlotState.empty(self.shards * (self.slots + 1), self.model.vocab_size, self.drafts, self.history)
 
     def empty_batch(self, shape: StepShape, cache: CacheSize) -> Batch:
         """Return the arrays of a step whose rows are all padding, of all shards."""
@@ -143,6 +154,8 @@ class EnginePrograms:
             length_R=np.zeros(rows, np.int32),
             row_Q=np.arange(decode, dtype=np.int32) % shape.decode,
             slot_Q=np.full(decode, self.slots, np.int32),
+            draft_Q=np.zeros(decode, np.int32),
+            limit_Q=np.zeros(decode, np.int32),
             tables=tuple(tuple(np.zeros((n, pages), np.int32) for n in sections) for _ in self.layout.groups),
             target_R=np.full(tiles * TILE, -1, np.int32),
             is_ranked_R=np.zeros(tiles * TILE, bool),
@@ -156,23 +169,23 @@ class EnginePrograms:
 
         # XLA's program calls its arguments by these names.
         def step(
-            parameters: Tree, pages: Arrays, last_S: jax.Array, batch: Batch, valid_V: jax.Array
+            parameters: Tree, pages: Arrays, upcoming: NextTokens, batch: Batch, valid_V: jax.Array
         ) -> tuple[Arrays, StepResults]:
             module = self.weights.module(parameters)
-            return ragged_step(module, self.layout, shape, pages, last_S, batch, valid_V)
+            return ragged_step(module, self.layout, shape, pages, upcoming, batch, valid_V)
 
         on_shards = on_each_shard(step, "batch", (False, True, True, True, False))
         results = StepResults(self._logits(shape.decode).sharding, self.by_shards, *[self._whole] * 4)
         pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
         batch = self._on_all(self.empty_batch(shape, cache))
-        operands = self.abstract_parameters(), pages, self._state.last_S, batch, self._valid_token_mask
+        operands = self.abstract_parameters(), pages, self._state.upcoming, batch, self._valid_token_mask
         return self._program(on_shards, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
 
     def draw(self, draws: int) -> MeshProgram:
         """Return the draw of so many tokens on each shard, which gives up the state. All devices get the tokens."""
-        drawing = on_each_shard(draw, "batch", (True, True, True, True, False))
+        drawing = on_each_shard(draw, "batch", (True, True, True, False))
         ids = self._on_all(jax.ShapeDtypeStruct((self.shards * draws,), jnp.int32))
-        operands = self._state, self._logits(draws), ids, ids, self._valid_token_mask
+        operands = self._state, self._logits(draws), DrawRows(ids, ids, ids, ids), self._valid_token_mask
         return self._program(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
 
     def gather(self, draws: int) -> MeshProgram:

@@ -1,4 +1,4 @@
-"""One step of the engine on a shard: a row of each sequence that decodes and rows of prompts; then the draw of the next
+"""One step of the engine on a shard: rows of each sequence that decodes and rows of prompts; then the draw of the next
 tokens."""
 
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import numpy as np
 from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
 from jaxlm.inference.requests import GREEDY, MAX_LOGPROBS
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, RowSampling, count_drawn, row_sampling, sample
+from jaxlm.inference.speculation import NO_DRAFT, accepted, count_drafts, drafts_after, is_last, look_up
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.doors import select
 from jaxlm.models.transformer import Transformer
@@ -20,14 +21,16 @@ from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
 
 class Batch(NamedTuple):
-    """The rows of one step, from the host. A run is one row of a sequence that decodes, or a tile of a prompt.
+    """The rows of one step, from the host: first those that decode, then tiles of prompts.
 
-    `token_R`: int32; −1 is what was drawn last in the slot of a row that decodes. `position_R`: in the sequence, −1 is
-    padding. `length_R`: the tokens that the row's sequence may come to. `row_Q`: the row that each draw follows:
-    the rows that decode, in order, then the last rows of prompts. `slot_Q`: the slot on the device that keeps each
-    draw; the last slot takes draws of padding. `tables`: of each group, int32 [·, M] of the runs that decode, and of
-    the tiles where there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1
-    elsewhere. `is_ranked_R`: bool, whether the target's rank and all `MAX_LOGPROBS` likeliest tokens are asked for too.
+    `token_R`: int32. `position_R`: in the sequence, −1 is padding. `length_R`: the tokens that the row's sequence may
+    come to. `row_Q`: the row that each draw follows: the rows that decode, in order, then the last rows of prompts.
+    `slot_Q`: the slot on the device that keeps each draw; the last slot takes draws of padding. `draft_Q`, `limit_Q`:
+    of rows that decode. Their tokens and positions are on the device alone: row 0 of a run reads what was drawn last in
+    its slot, row j the j-th draft after it, if its position is below the limit. The limit is 0 where `token_R` and
+    `position_R` say what is read. `tables`: of each group, int32 [·, M] of the rows that decode, and of the tiles where
+    there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1 elsewhere.
+    `is_ranked_R`: bool, whether the target's rank and all `MAX_LOGPROBS` likeliest tokens are asked for too.
     """
 
     token_R: np.ndarray
@@ -35,6 +38,8 @@ class Batch(NamedTuple):
     length_R: np.ndarray
     row_Q: np.ndarray
     slot_Q: np.ndarray
+    draft_Q: np.ndarray
+    limit_Q: np.ndarray
     tables: tuple[tuple[np.ndarray, ...], ...]
     target_R: np.ndarray
     is_ranked_R: np.ndarray
@@ -44,19 +49,58 @@ class Batch(NamedTuple):
         return self if shards == 1 else jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:])[index], self)
 
 
-class SlotState(NamedTuple):
-    """The state of each slot on the device. `last_S`: the token drawn last. `counts_SV`: the counts of the
-    slot's tokens (`sampling.token_counts`). `how`: the slot's sampling."""
+class NextTokens(NamedTuple):
+    """The tokens that each slot reads next, int32. `last_S`: the token drawn last. `length_S`: the tokens of the
+    sequence with that token. `draft_SK`: tokens that may follow it; `NO_DRAFT` where nothing is foreseen."""
 
     last_S: jax.Array
+    length_S: jax.Array
+    draft_SK: jax.Array
+
+    @classmethod
+    def empty(cls, slots: int, drafts: int = 0) -> "NextTokens":
+        """Return those of slots without a sequence, on the host."""
+        zeros = np.zeros(slots, np.int32)
+        return cls(zeros, zeros.copy(), np.full((slots, drafts), NO_DRAFT, np.int32))
+
+    def rows(self, slot_Q: jax.Array, draft_Q: jax.Array, limit_Q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the token and the position of each row of runs that decode (`Batch`), and whether it is read: below
+        its limit, and a draft only where one is foreseen."""
+        token_Q, position_Q = self.last_S[slot_Q], self.length_S[slot_Q] - 1 + draft_Q
+        if drafts := self.draft_SK.shape[1]:
+            draft_QK = self.draft_SK[slot_Q, jnp.clip(draft_Q - 1, 0, drafts - 1)]
+            token_Q = jnp.where(draft_Q > 0, draft_QK, token_Q)
+        return token_Q, position_Q, (position_Q < limit_Q) & (token_Q != NO_DRAFT)
+
+
+class SlotState(NamedTuple):
+    """The state of each slot on the device. `upcoming`: the tokens that it reads next. `history_SL`: int32, the tokens of
+    the sequence, from which drafts are taken; L is 0 where they are not. `counts_SV`: the counts of the slot's tokens
+    (`sampling.token_counts`). `how`: the slot's sampling."""
+
+    upcoming: NextTokens
+    history_SL: jax.Array
     counts_SV: jax.Array
     how: RowSampling
 
     @classmethod
-    def empty(cls, slots: int, vocab_size: int) -> "SlotState":
+    def empty(cls, slots: int, vocab_size: int, drafts: int = 0, history: int = 0) -> "SlotState":
         """Return the state of slots without a sequence, on the host: each takes the likeliest token."""
         counts_SV = np.zeros((slots, vocab_size), np.int32)
-        return cls(np.zeros(slots, np.int32), counts_SV, row_sampling([GREEDY] * slots, 0))
+        history_SL = np.zeros((slots, history), np.int32)
+        return cls(NextTokens.empty(slots, drafts), history_SL, counts_SV, row_sampling([GREEDY] * slots, 0))
+
+
+class DrawResults(NamedTuple):
+    """The results of a draw.
+
+    `drawn`: of each row. `is_accepted_Q`: whether the token belongs to the row's sequence: the row was read, and all
+    drafts up to it were drawn in their places. `is_foreseen_Q`: whether the token equals the draft after the row.
+    """
+
+    drawn: Drawn
+    is_accepted_Q: jax.Array
+    is_foreseen_Q: jax.Array
 
 
 class StepResults(NamedTuple):
@@ -82,7 +126,7 @@ def ragged_step(
     layout: PageLayout,
     shape: StepShape,
     pages: Arrays,
-    last_S: jax.Array,
+    upcoming: NextTokens,
     batch: Batch,
     valid_V: jax.Array,
 ) -> tuple[Arrays, StepResults]:
@@ -91,18 +135,19 @@ def ragged_step(
     Args:
       module: with parameters in the dtype to compute in.
       layout: of the pages, with the entries of the module's cache.
-      last_S: int32, the token that each slot has drawn last.
+      upcoming: the tokens that each slot reads next.
       valid_V: bool, whether an id has a token.
 
     A row's results depend on the tokens of its own sequence alone.
     """
-    decode_Q, prompt_R = batch.token_R[: shape.decode], batch.token_R[shape.decode :]
-    token_R = jnp.concatenate([jnp.where(decode_Q < 0, last_S[batch.slot_Q], decode_Q), prompt_R])
-    is_row_R = batch.position_R >= 0
-    position_R1 = jnp.maximum(batch.position_R, 0)[:, None]
+    token_Q, position_Q, is_read_Q = upcoming.rows(batch.slot_Q, batch.draft_Q, batch.limit_Q)
+    token_R = _with_runs(batch.token_R, token_Q, is_read_Q)
+    position_R = _with_runs(batch.position_R, position_Q, is_read_Q)
+    is_row_R = position_R >= 0
+    position_R1 = jnp.maximum(position_R, 0)[:, None]
     end_R1 = jnp.where(is_row_R[:, None], position_R1 + 1, 0)
     rows = (1, shape.tile) if shape.tiles else (1,)
-    cache = PagedCache(pages, batch.tables, batch.position_R, layout, rows)
+    cache = PagedCache(pages, batch.tables, position_R, layout, rows)
     hidden_R1D, cache, _ = module.hidden(
         token_R[:, None],
         position_R1,
@@ -119,21 +164,59 @@ def ragged_step(
     return cache.arrays, StepResults(logits_QV, last_Q1D[:, 0].astype(jnp.float32), *scores)
 
 
-def draw(
-    state: SlotState, logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, valid_V: jax.Array
-) -> tuple[SlotState, Drawn]:
-    """Draw a token of each slot from logits, as the slot says, and return the state after it.
+def _with_runs(given_R: jax.Array, of_runs_Q: jax.Array, is_read_Q: jax.Array) -> jax.Array:
+    """Return values of rows, of those that decode from the device where they are read."""
+    decode = len(is_read_Q)
+    return jnp.concatenate([jnp.where(is_read_Q, of_runs_Q, given_R[:decode]), given_R[decode:]])
 
-    `position_Q`: int32, of the tokens that are drawn. A program of its own: it takes as long to compile as a step of a
-    small model, and is the same for all steps.
+
+class DrawRows(NamedTuple):
+    """The rows after which tokens are drawn. `slot_Q`, `draft_Q`, `limit_Q`: as `Batch` has them. `position_Q`: int32,
+    of the token that is drawn, where the limit is 0."""
+
+    slot_Q: np.ndarray
+    draft_Q: np.ndarray
+    limit_Q: np.ndarray
+    position_Q: np.ndarray
+
+
+def draw(
+    state: SlotState, logits_QV: jax.Array, rows: DrawRows, valid_V: jax.Array
+) -> tuple[SlotState, DrawResults]:
+    """Draw a token after each row from logits, as the row's slot says, and return the state after it.
+
+    A draft is accepted if it equals the token that is drawn in its place with the random numbers of that place
+    (arXiv:2408.07978), so that the tokens of a sequence are the same whatever the drafts. A program of its own: it
+    takes as long to compile as a step of a small model, and is the same for all steps.
     """
+    slot_Q = rows.slot_Q
+    token_Q, read_Q, is_read_Q = state.upcoming.rows(slot_Q, rows.draft_Q, rows.limit_Q)
+    is_run_Q = rows.limit_Q > 0
+    position_Q = jnp.where(is_run_Q, read_Q + 1, rows.position_Q)
     # The counts stay whole on each device. Otherwise XLA would shard them like the logits, and gather them again.
     counts_SV = constrain(state.counts_SV, "batch", None)
     how = jax.tree.map(lambda x: x[slot_Q], state.how)
-    drawn = sample(logits_QV, how, position_Q, valid_V, lambda: counts_SV[slot_Q])
-    last_S = state.last_S.at[slot_Q].set(drawn.token)
+    drafts = state.upcoming.draft_SK.shape[1]
+
+    def counts() -> jax.Array:
+        return count_drafts(counts_SV[slot_Q], token_Q, rows.draft_Q, drafts)
+
+    drawn = sample(logits_QV, how, position_Q, valid_V, counts)
+    is_accepted_Q = accepted(token_Q, is_read_Q | ~is_run_Q, rows.draft_Q, drawn.token, drafts)
+    is_foreseen_Q = drawn.token == drafts_after(state.upcoming.draft_SK, slot_Q, rows.draft_Q)
+    # A row that is not accepted writes to no slot, and of a run the last row that is accepted says how it goes on.
+    none = len(state.counts_SV)
+    slot_Q = jnp.where(is_accepted_Q, slot_Q, none)
+    last_Q = jnp.where(is_last(is_accepted_Q, rows.draft_Q), slot_Q, none)
+    last_S = state.upcoming.last_S.at[last_Q].set(drawn.token, mode="drop")
+    length_S = state.upcoming.length_S.at[last_Q].set(position_Q + 1, mode="drop")
+    history_SL, draft_SK = state.history_SL, state.upcoming.draft_SK
+    if history_SL.shape[1]:
+        history_SL = history_SL.at[slot_Q, position_Q].set(drawn.token, mode="drop")
+        draft_SK = look_up(history_SL, length_S, drafts)
     counts_SV = constrain(count_drawn(counts_SV, slot_Q, drawn.token), "batch", None)
-    return SlotState(last_S, counts_SV, state.how), drawn
+    upcoming = NextTokens(last_S, length_S, draft_SK)
+    return SlotState(upcoming, history_SL, counts_SV, state.how), DrawResults(drawn, is_accepted_Q, is_foreseen_Q)
 
 
 def _no_scores(rows: int, vocabulary: int) -> tuple[jax.Array, ...]:

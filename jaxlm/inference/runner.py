@@ -15,7 +15,7 @@ from jaxlm.inference.cache_memory import cache_size
 from jaxlm.inference.generation import Chunk, Token
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.programs import EnginePrograms, compiled_draw, compiled_gather, compiled_step
-from jaxlm.inference.ragged_step import Batch, StepResults
+from jaxlm.inference.ragged_step import Batch, DrawResults, DrawRows, StepResults
 from jaxlm.inference.requests import GREEDY, BarredTokens, Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import ShardPlan, StepPlan
@@ -34,7 +34,7 @@ class PendingStep:
     plan: StepPlan
     shape: StepShape
     results: StepResults
-    drawn: Drawn
+    draws: DrawResults
     hidden_QD: jax.Array | None
 
 
@@ -50,11 +50,13 @@ class SlotSampling(NamedTuple):
 class Reading(NamedTuple):
     """The results of a step on the host, by the id of the generation.
 
-    `tokens`: the drawn tokens. `hidden`: float32 [D], the normalised residual that each token was drawn from, where the
-    request asks for it. `scores`: of the rows of a chunk, where the request asks for scores.
+    `tokens`: the drawn tokens: none, one, or with drafts more. `foreseen`: the generations of which the last of these
+    equals the draft in its place. `hidden`: float32 [tokens, D], the normalised residual that each token was drawn
+    from, where the request asks for it. `scores`: of the rows of a chunk, where the request asks for scores.
     """
 
-    tokens: dict[int, Token]
+    tokens: dict[int, list[Token]]
+    foreseen: set[int]
     hidden: dict[int, np.ndarray]
     scores: dict[int, "Scores"]
 
@@ -144,6 +146,7 @@ class Runner:
                 each.result()
         self._set_slot((0, self._slots), SlotSampling(GREEDY))
         self._count((0, self._slots), [], 0)
+        self._remember((0, self._slots), [])
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once."""
@@ -155,24 +158,24 @@ class Runner:
                     self._set_slot((index, slot), how)
                     if request.sampling.counts_tokens:
                         self._count((index, slot), generation.tokens, generation.prompt)
+                    self._remember((index, slot), generation.tokens)
         shape = self._shape(plan)
-        results, drawn = self._run(shape, self._batch(plan, shape))
+        results, draws = self._run(shape, self._batch(plan, shape))
         hidden_QD = None
         if any(generation.request.hidden for generation in plan.draws):
             is_whole = self.programs.shards == 1
             hidden_QD = results.hidden_QD if is_whole else self._gather(shape.decode)(results.hidden_QD)
-        return PendingStep(plan, shape, results, drawn, hidden_QD)
+        return PendingStep(plan, shape, results, draws, hidden_QD)
 
-    def _run(self, shape: StepShape, batch: Batch) -> tuple[StepResults, Drawn]:
+    def _run(self, shape: StepShape, batch: Batch) -> tuple[StepResults, DrawResults]:
         self._pages, results = self._step(shape)(
-            self._parameters, self._pages, self._state.last_S, batch, self._valid_token_mask
+            self._parameters, self._pages, self._state.upcoming, batch, self._valid_token_mask
         )
         first_Q = np.arange(len(batch.row_Q)) // shape.decode * shape.rows  # rows before those of the draw's shard
         position_Q = batch.position_R[first_Q + batch.row_Q] + 1
-        self._state, drawn = self._draw(shape.decode)(
-            self._state, results.logits_QV, batch.slot_Q, position_Q, self._valid_token_mask
-        )
-        return results, drawn
+        rows = DrawRows(batch.slot_Q, batch.draft_Q, batch.limit_Q, position_Q)
+        self._state, draws = self._draw(shape.decode)(self._state, results.logits_QV, rows, self._valid_token_mask)
+        return results, draws
 
     def _set_slot(self, slot: tuple[int, int], how: SlotSampling) -> None:
         """Set how a slot of a shard draws, unless the slot draws so already."""
@@ -189,6 +192,13 @@ class Runner:
         counts_V = token_counts(tokens[:prompt], tokens[prompt:], self._state.counts_SV.shape[1])
         self._state = self._state._replace(counts_SV=self._put_at(slot, self._state.counts_SV, counts_V))
 
+    def _remember(self, slot: tuple[int, int], tokens: Sequence[int]) -> None:
+        """Set the tokens of a slot in which drafts are looked up."""
+        if length := self.programs.history:
+            history_L = np.zeros(length, np.int32)
+            history_L[: len(tokens)] = tokens
+            self._state = self._state._replace(history_SL=self._put_at(slot, self._state.history_SL, history_L))
+
     def _put_at(self, slot: tuple[int, int], all: Any, one: Any) -> Any:
         slot_N = np.full(self.programs.shards, self._slots + 1, np.int32)  # no slot has this index
         slot_N[slot[0]] = slot[1]
@@ -197,13 +207,17 @@ class Runner:
 
     def read(self, step: PendingStep) -> Reading:
         """Wait for a step and return its results."""
-        drawn, hidden_QD, *scored = jax.device_get((step.drawn, step.hidden_QD, *step.results[2:]))
-        tokens, hidden, scores = {}, {}, {}
+        draws, hidden_QD, *scored = jax.device_get((step.draws, step.hidden_QD, *step.results[2:]))
+        tokens, foreseen, hidden, scores = {}, set(), {}, {}
         for index, shard in enumerate(step.plan.shards):
-            for draw, generation in enumerate(shard.draws, index * step.shape.decode):
-                tokens[generation.id] = _token(drawn, draw)
+            first = index * step.shape.decode
+            for generation, rows in shard.rows_of_draws():
+                accepted = [row for row in range(first + rows.start, first + rows.stop) if draws.is_accepted_Q[row]]
+                tokens[generation.id] = [_token(draws.drawn, row) for row in accepted]
+                if accepted and draws.is_foreseen_Q[accepted[-1]]:
+                    foreseen.add(generation.id)
                 if hidden_QD is not None:
-                    hidden[generation.id] = hidden_QD[draw]
+                    hidden[generation.id] = hidden_QD[accepted]
             first = index * step.shape.tiles * TILE
             for chunk in shard.chunks:
                 if chunk.is_scored:
@@ -214,13 +228,13 @@ class Runner:
                         rank, top, top_logprob = None, top[:, :1], top_logprob[:, :1]
                     scores[chunk.generation.id] = Scores(rows.start, logprob, rank, top, top_logprob)
                 first += _padded(chunk.stop - chunk.start)
-        return Reading(tokens, hidden, scores)
+        return Reading(tokens, foreseen, hidden, scores)
 
     def _shape(self, plan: StepPlan) -> StepShape:
         """Return the smallest shape that each shard of a plan fits into."""
         scores = any(chunk.is_scored for chunk in plan.chunks)
         rows = max(sum(_padded(chunk.stop - chunk.start) for chunk in shard.chunks) for shard in plan.shards)
-        return fitting(self._shapes[scores], max(len(shard.draws) for shard in plan.shards), rows, scores)
+        return fitting(self._shapes[scores], max(shard.rows_drawn for shard in plan.shards), rows, scores)
 
     def _batch(self, plan: StepPlan, shape: StepShape) -> Batch:
         """Return the arrays of a step."""
@@ -231,10 +245,15 @@ class Runner:
 
     def _write(self, batch: Batch, plan: ShardPlan, shape: StepShape) -> None:
         """Write the rows of a shard into its arrays."""
-        for run, (generation, position) in enumerate(zip(plan.decode, plan.positions, strict=True)):
-            _write_run(batch, shape, run, [-1], position, plan.tables[run], generation.request.most_tokens)
-            batch.slot_Q[run] = plan.slots[run]
-        draws, run = len(plan.decode), shape.decode
+        draws = 0
+        for i, run in enumerate(plan.decode):
+            rows = slice(draws, draws + 1 + run.drafts)
+            batch.slot_Q[rows], batch.draft_Q[rows] = plan.slots[i], range(1 + run.drafts)
+            batch.limit_Q[rows], batch.length_R[rows] = run.limit, run.generation.request.most_tokens
+            for (decode, *_), table in zip(batch.tables, plan.tables[i], strict=True):
+                decode[rows, : len(table)] = table
+            draws = rows.stop
+        run = shape.decode
         for i, chunk in enumerate(plan.chunks, len(plan.decode)):
             tokens, request = chunk.generation.tokens, chunk.generation.request
             if chunk.is_scored:

@@ -4,11 +4,11 @@ import bisect
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.generation import Chunk, EndReason, Generation
+from jaxlm.inference.generation import Chunk, DecodeRun, EndReason, Generation
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.requests import MAX_BIASES, Request
 from jaxlm.inference.shard import Admission, Shard
@@ -27,23 +27,37 @@ class ShardPlan:
     """The rows of one step on one shard.
 
     Attributes:
-      decode: generations that read one token, the last that their slot has drawn, and draw the next.
-      positions: of the tokens that `decode` reads.
+      decode: runs that read the last token that their slot has drawn, and drafts of the next ones, and draw a token
+        after each.
       chunks: prompts, or the tokens of a preempted generation, in order.
       slots: of `decode`, then of `chunks`. A generation that is cancelled has no slot any more.
       tables: of the same generations; by group, the pages of the generation at this step, as C ints.
     """
 
-    decode: tuple[Generation, ...]
-    positions: tuple[int, ...]
+    decode: tuple[DecodeRun, ...]
     chunks: tuple[Chunk, ...]
     slots: tuple[int, ...]
     tables: tuple[tuple[array, ...], ...]
 
     @property
     def draws(self) -> list[Generation]:
-        """The generations for which the step draws a token."""
-        return [*self.decode, *(chunk.generation for chunk in self.chunks if chunk.draws)]
+        """The generations for which the step draws tokens."""
+        return [generation for generation, _ in self.rows_of_draws()]
+
+    def rows_of_draws(self) -> Iterator[tuple[Generation, range]]:
+        """Yield each generation for which the step draws tokens, and the indices of its draws."""
+        row = 0
+        for generation, rows in [
+            *((run.generation, 1 + run.drafts) for run in self.decode),
+            *((chunk.generation, 1) for chunk in self.chunks if chunk.draws),
+        ]:
+            yield generation, range(row, row + rows)
+            row += rows
+
+    @property
+    def rows_drawn(self) -> int:
+        """The rows after which the step draws a token."""
+        return sum(len(rows) for _, rows in self.rows_of_draws())
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class StepPlan:
 
     @property
     def draws(self) -> list[Generation]:
-        """The generations for which the step draws a token, shard by shard."""
+        """The generations for which the step draws tokens, shard by shard."""
         return [generation for shard in self.shards for generation in shard.draws]
 
     @property
@@ -67,22 +81,25 @@ class StepPlan:
 class _Rows:
     """The rows of one shard, as they are chosen; fields as those of `ShardPlan`."""
 
-    decode: list[Generation] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
+    decode: list[DecodeRun] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
 
     @property
     def generations(self) -> list[Generation]:
-        return [*self.decode, *(chunk.generation for chunk in self.chunks)]
+        return [*(run.generation for run in self.decode), *(chunk.generation for chunk in self.chunks)]
 
     def planned(self) -> ShardPlan:
         tables = tuple(tuple(table[:] for table in generation.holding.tables) for generation in self.generations)
         slots = tuple(generation.slot for generation in self.generations)
-        return ShardPlan(tuple(self.decode), tuple(self.positions), tuple(self.chunks), slots, tables)
+        return ShardPlan(tuple(self.decode), tuple(self.chunks), slots, tables)
 
 
 class Scheduler:
     """A scheduler of generations over the rows of a step, the slots of the device's state, and pages, of each shard.
+
+    A generation that decodes reads its last token and a few drafts of the next ones, as many as are likely to be
+    accepted (`Acceptance`). Its length is then known on the device before it is known here, where it has a least and a
+    greatest value: it has pages for the greatest, or as many as there are without taking any from others.
 
     One thread calls it. A plan is dispatched before `plan`, `commit` or `finish` is called again; `submit` and `cancel`
     may come at any time. The draws of a step may be committed after the next step was planned: tokens are then
@@ -107,6 +124,7 @@ class Scheduler:
       max_queued: the most requests that wait.
       max_queued_tokens: the most tokens of the requests that wait; a single request may have more.
       max_context: the most tokens of a sequence.
+      drafts: the most drafts that a generation reads in a step.
 
     `preemptions` counts the times that a generation lost its pages.
     """
@@ -121,11 +139,12 @@ class Scheduler:
         max_queued: int,
         max_queued_tokens: int,
         max_context: int,
+        drafts: int = 0,
     ):
         if not 1 <= tile <= chunk_tokens or min(slots, max_queued, max_context) < 1:
             raise InputError("a scheduler has a slot, a place in the queue and a tile of chunk_tokens, at least")
         self._shards = [Shard(index, each, slots) for index, each in enumerate(pages)]
-        self._tile, self._tiles = tile, chunk_tokens // tile
+        self._tile, self._tiles, self._drafts = tile, chunk_tokens // tile, drafts
         self._max_queued, self._max_queued_tokens = max_queued, max_queued_tokens
         self._longest = int(min(pages[0].capacity, max_context))
         self._ids = itertools.count()
@@ -235,45 +254,68 @@ class Scheduler:
             shard, start = self._shards[generation.shard], generation.computed
             if generation.is_drawn or (generation.is_reading and not shard.tiles):
                 continue
-            count = min(len(generation.tokens) - start, shard.tiles * self._tile) if generation.is_reading else 1
-            stop = self._extended(generation, start + count, later)
-            if stop == start:
-                continue
             if generation.is_reading:
+                count = min(len(generation.tokens) - start, shard.tiles * self._tile)
+                stop = self._extended(generation, start + count, start + count, later)
+                if stop == start:
+                    continue
                 shard.tiles -= -(-(stop - start) // self._tile)
-                draws = stop == len(generation.tokens)
-                rows[shard.index].chunks.append(Chunk(generation, start, stop, draws))
-                generation.is_reading = not draws
+                chunk = Chunk(generation, start, stop, stop == len(generation.tokens))
+                rows[shard.index].chunks.append(chunk)
+                generation.computed = generation.reach = stop
+                if chunk.draws:
+                    generation.is_reading = False
+                    generation.pending.append(chunk)
             else:
-                draws = True
-                rows[shard.index].decode.append(generation)
-                rows[shard.index].positions.append(start)
-            generation.computed = stop
-            generation.pending += draws
+                drafts = generation.acceptance.drafts(self._drafts)
+                most = min(generation.reach + 1 + drafts, generation.request.most_tokens)
+                limit = self._extended(generation, start + 1, most, later)
+                if limit == start:
+                    continue
+                run = DecodeRun(generation, drafts, limit)
+                rows[shard.index].decode.append(run)
+                generation.pending.append(run)
+                generation.decode(run)
         self._planned = tuple(generation for each in rows for generation in each.generations)
         return StepPlan(tuple(each.planned() for each in rows)) if self._planned else None
 
-    def commit(self, plan: StepPlan, drawn: Mapping[int, int]) -> list[Generation]:
-        """Take the token ids that a step has drawn, by the id of the generation, and return the generations that took
-        a token: a generation that had ended drops its token. An id among the `stop_token_ids` of a generation ends the
-        generation and is not added to its tokens."""
-        generations = []
+    def commit(
+        self, plan: StepPlan, drawn: Mapping[int, Sequence[int]], foreseen: Collection[int] = ()
+    ) -> list[tuple[Generation, int]]:
+        """Take the token ids that a step has drawn, by the id of the generation: with drafts several or none. Return
+        the generations that took tokens, with how many they took: a generation that had ended drops its tokens, and
+        the token that ends a generation those after it. An id among the `stop_token_ids` of a generation ends the
+        generation and is not added to its tokens.
+
+        Args:
+          foreseen: ids of generations of which the last of these tokens equals the draft in its place.
+        """
+        taken = []
         for generation in plan.draws:
             if generation.end:
                 continue
-            token = drawn[generation.id]
-            generation.pending -= 1
-            if token not in generation.stop_token_ids:
+            run, ids = generation.pending.popleft(), drawn[generation.id]
+            if self._drafts and ids and isinstance(run, DecodeRun):
+                right = len(ids) - 1 + (generation.id in foreseen)
+                generation.acceptance.update(right, wrong=right < min(len(ids), self._drafts))
+            end, count = None, 0
+            for count, token in enumerate(ids, 1):
+                if token in generation.stop_token_ids:
+                    end = "stop"
+                    break
                 generation.tokens.append(token)
                 self._waiting_tokens += generation.holding is None
-                end = "length" if generation.drawn == generation.request.max_tokens else None
-            else:
-                end = "stop"
+                if generation.drawn == generation.request.max_tokens:
+                    end = "length"
+                    break
+            if generation.holding:
+                generation.settle()
             if end:
                 self._publish(generation)
                 self._end(generation, end)
-            generations.append(generation)
-        return generations
+            if count:
+                taken.append((generation, count))
+        return taken
 
     def _admit(self, generation: Generation, later: deque[Generation]) -> bool:
         """Let a generation begin, and be the first of `later`, if a shard has a slot and room for the tokens to read.
@@ -315,16 +357,17 @@ class Scheduler:
         """Return the shards, the best for a generation first."""
         return sorted(self._shards, key=lambda shard: shard.work(generation)) if len(self._shards) > 1 else self._shards
 
-    def _extended(self, generation: Generation, stop: int, later: deque[Generation]) -> int:
-        """Give a generation room for `stop` tokens, or as many as there can be, and return how many.
+    def _extended(self, generation: Generation, written: int, most: int, later: deque[Generation]) -> int:
+        """Give a generation room for `most` tokens, or as many as there can be, and return how many.
 
-        Takes pages from the last of `later` while it must. A generation that finds no other's pages ends with an error.
+        Takes pages from the last of `later` while there is no room for `written` tokens, which the step writes for
+        certain. A generation that finds no other's pages ends with an error.
         """
         shard = self._shards[generation.shard]
-        while (room := shard.pages.room(generation.holding)) < stop and self._preempt_last(shard, later):
+        while (room := shard.pages.room(generation.holding)) < written and self._preempt_last(shard, later):
             pass
-        stop = max(min(stop, room), generation.computed)
-        shard.pages.extend(generation.holding, stop)
+        stop = max(min(most, room), generation.computed)
+        shard.pages.extend(generation.holding, stop, min(written, stop))
         if stop == generation.computed and len(shard.admitted) == 1 and not generation.pending:
             self._end(generation, "error")
             self._failed.append(generation)

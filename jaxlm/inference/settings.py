@@ -18,6 +18,7 @@ class EngineSettings:
       max_queued, max_queued_tokens: the most requests that wait, and the most of their tokens.
       exact: compute each row in one way on a CPU, whatever shares its step; if false, XLA may choose another way for
         each number of rows.
+      drafts: the most next tokens of a sequence that a step reads before they are drawn (`speculation`); 0 for none.
     """
 
     context: int | None = None
@@ -28,3 +29,4 @@ class EngineSettings:
     max_queued: int = 1 << 20
     max_queued_tokens: int = 1 << 40
     exact: bool = True
+    drafts: int = 0

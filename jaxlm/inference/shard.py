@@ -81,7 +81,8 @@ class Shard:
         if not generation.preemptions:
             generation.cached = holding.tokens
         generation.shard, generation.slot = self.index, heapq.heappop(self._slots)
-        generation.holding, generation.computed, generation.is_reading = holding, holding.tokens, True
+        generation.holding, generation.is_reading = holding, True
+        generation.computed = generation.reach = holding.tokens
         self.admitted.append(generation)
 
     def stop(self, generation: Generation) -> None:
@@ -89,4 +90,5 @@ class Shard:
         self.pages.release(generation.holding)
         self.admitted.remove(generation)
         heapq.heappush(self._slots, generation.slot)
-        generation.holding, generation.shard, generation.slot, generation.computed = None, -1, -1, 0
+        generation.holding, generation.shard, generation.slot = None, -1, -1
+        generation.computed = generation.reach = 0

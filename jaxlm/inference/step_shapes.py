@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TILE = 32  # rows of a prompt that read their keys together
-FEWEST = 2  # sequences of the smallest program: one row goes to another kernel than several
-_FEW = 8  # sequences that decode in a smaller program than that of all
+FEWEST = 2  # rows of the smallest program: one row goes to another kernel than several
+_FEW = 8  # rows that decode in a smaller program than that of all
 
 
 class StepShape(NamedTuple):
-    """The rows of a step, which a program is compiled for: `decode` sequences of one row, and `tiles` runs of `tile`
-    rows of prompts. The program gives the logits of as many draws as sequences may decode. `scores`: whether the
+    """The rows of a step, which a program is compiled for: `decode` rows of sequences that decode, and `tiles` runs of
+    `tile` rows of prompts. The program gives the logits of as many draws as rows may decode. `scores`: whether the
     program also gives the log-probabilities of the tokens after the prompts' rows."""
 
     decode: int
@@ -37,17 +37,20 @@ class StepShapes:
     Attributes:
       slots: the most sequences that decode.
       chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
-      fewest: the sequences of the smallest program.
+      fewest: the rows of the smallest program.
+      drafts: the most drafts of a sequence, each a row.
     """
 
     slots: int
     chunk_tokens: int
     fewest: int
+    drafts: int = 0
 
     @property
     def decode(self) -> list[int]:
-        """The numbers of decoding sequences that there are programs for."""
-        return [*(n for n in (self.fewest, _FEW) if n < self.slots), max(self.fewest, self.slots)]
+        """The numbers of decoding rows that there are programs for."""
+        most = max(self.fewest, self.slots * (1 + self.drafts))
+        return [*(n for n in sorted({self.fewest, _FEW, self.slots}) if self.fewest <= n < most), most]
 
     @property
     def tiles(self) -> list[int]:

@@ -56,7 +56,7 @@ def simulated(load, prompt, requests, rate=None, clients=None):
             continue
         decoding = len(step.shards[0].decode)
         clock += load.mixed_s(decoding) if step.chunks else load.decoding_s(decoding)
-        scheduler.commit(step, {generation.id: 1 for generation in step.draws})
+        scheduler.commit(step, {generation.id: [1] for generation in step.draws})
         for generation in step.draws:
             first.setdefault(generation.id, clock)
             if generation.end:

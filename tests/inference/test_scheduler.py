@@ -20,7 +20,13 @@ END = 0
 
 def next_token(stream, text):
     """The token that a request draws after a text: its noise is a function of the stream and the position."""
-    return zlib.crc32(bytes([stream, *text])) % VOCABULARY
+    is_noisy = zlib.crc32(bytes([stream, len(text)])) % 2 == 0
+    return zlib.crc32(bytes([stream if is_noisy else 0, *text])) % VOCABULARY
+
+
+def guess(text):
+    """The token that a device foresees after a text, of any stream: often right, as the drafts of a good proposer."""
+    return zlib.crc32(bytes([0, *text])) % VOCABULARY
 
 
 def text_of(request, stop_token_ids=()):
@@ -36,7 +42,7 @@ def text_of(request, stop_token_ids=()):
 
 class SimulatedDevice:
     """A shard of devices that keeps, for each place in the pages of a group, the salted prefix that the key there is
-    of."""
+    of. Rows of drafts are read and refused as `speculation` says."""
 
     def __init__(self, groups, size):
         self.groups, self.size = groups, size
@@ -45,11 +51,15 @@ class SimulatedDevice:
 
     def run(self, plan):
         """Return the draws of a step. As a layer does, write all keys before any is read."""
-        decode = zip(plan.decode, plan.slots, plan.positions, strict=False)
-        rows = [(generation, self.texts[slot], at, at + 1) for generation, slot, at in decode]
-        for generation, text, at, _ in rows:
-            assert len(text) == at + 1, "a decode row reads the last token of its slot"
-            assert text[: len(generation.tokens)] == tuple(generation.tokens), "which goes on from what the host knows"
+        rows = []
+        for run, slot in zip(plan.decode, plan.slots, strict=False):
+            text, known = self.texts[slot], run.generation.tokens
+            assert text[: len(known)] == tuple(known), "a run goes on from what the host knows"
+            start, foreseen = len(text) - 1, text
+            for _ in range(run.drafts):
+                foreseen = (*foreseen, guess(foreseen))
+            stop = max(min(start + 1 + run.drafts, run.limit), start)
+            rows.append((run.generation, foreseen[:stop], start, stop))
         rows += [(c.generation, tuple(c.generation.tokens[: c.stop]), c.start, c.stop) for c in plan.chunks]
         written = {}
         for row, ((generation, text, start, stop), tables) in enumerate(zip(rows, plan.tables, strict=True)):
@@ -69,14 +79,22 @@ class SimulatedDevice:
                 for at in range(max(start - window + 1, 0), stop):
                     key = self.keys[group, table[at // self.size], at % self.size]
                     assert table[at // self.size] and key == (generation.salt, text[: at + 1]), "it reads its own keys"
-        draws = {}
+        draws, foreseen = {}, set()
         ends = [True] * len(plan.decode) + [chunk.draws for chunk in plan.chunks]
-        for (generation, text, _, _), slot, is_end in zip(rows, plan.slots, ends, strict=True):
-            if is_end:
-                draws[generation.id] = next_token(generation.request.stream, text)
-                self.texts[slot] = (*text, draws[generation.id])
+        for row, ((generation, text, start, stop), slot, is_end) in enumerate(zip(rows, plan.slots, ends, strict=True)):
+            if not is_end:
+                continue
+            drawn = []
+            for read in range(start + 1, stop + 1) if row < len(plan.decode) else [stop]:
+                if drawn and drawn[-1] != text[read - 1]:
+                    break
+                drawn.append(next_token(generation.request.stream, text[:read]))
+                self.texts[slot] = (*text[:read], drawn[-1])
+            draws[generation.id] = drawn
+            if drawn and drawn[-1] == guess(self.texts[slot][:-1]):
+                foreseen.add(generation.id)
         assert draws.keys() == {generation.id for generation in plan.draws}
-        return draws
+        return draws, foreseen
 
 
 @dataclass
@@ -94,6 +112,7 @@ class SimulatedEngine:
     max_queued: int = 100
     max_queued_tokens: int = 10_000
     max_context: int = 1000
+    drafts: int = 0
     draws: dict = field(default_factory=dict)  # by id
     plans: list = field(default_factory=list)
 
@@ -109,6 +128,7 @@ class SimulatedEngine:
             max_queued=self.max_queued,
             max_queued_tokens=self.max_queued_tokens,
             max_context=self.max_context,
+            drafts=self.drafts,
         )
 
     def submit(self, prompt, max_tokens=4, stream=0, scores_from=None, **options):
@@ -124,17 +144,20 @@ class SimulatedEngine:
         between()
         self.check_pages()
         if plan:
-            draws = {}
+            draws, foreseen = {}, set()
             for shard, device in zip(plan.shards, self.devices, strict=True):
                 rows = sum(-(-(chunk.stop - chunk.start) // self.tile) * self.tile for chunk in shard.chunks)
                 assert rows <= self.chunk and len({*shard.slots}) == len(shard.slots) <= self.slots
-                draws |= device.run(shard)
-            self.flight.append((plan, draws))
+                assert shard.rows_drawn <= self.slots * (1 + self.drafts)
+                drawn, right = device.run(shard)
+                draws, foreseen = draws | drawn, foreseen | right
+            self.flight.append((plan, draws, foreseen))
             self.plans.append(plan)
         if self.flight and (len(self.flight) > self.ahead or not plan):
-            committed, draws = self.flight.popleft()
-            for generation in self.scheduler.commit(committed, draws):
-                self.draws[generation.id].append((draws[generation.id], generation.end))
+            committed, draws, foreseen = self.flight.popleft()
+            for generation, count in self.scheduler.commit(committed, draws, foreseen):
+                for left, token in enumerate(draws[generation.id][:count], 1 - count):
+                    self.draws[generation.id].append((token, None if left else generation.end))
             self.check_pages()
         return plan
 
@@ -224,6 +247,7 @@ ENGINES = st.builds(
     chunk=st.integers(3, 12),
     tile=st.integers(1, 3),
     ahead=st.sampled_from((0, 1, 1, 1, 2)),
+    drafts=st.sampled_from((0, 0, 1, 2, 5)),
 )
 PROPERTIES = settings(deadline=None, derandomize=True, database=None)
 
@@ -369,7 +393,7 @@ def test_decodes_have_a_row_in_every_step_and_so_has_a_prompt():
     engine.step()
     prompts = [engine.submit([n + 1] * 40, 1) for n in range(3)]
     plans = [engine.step() for _ in range(31)]
-    assert [[*plan.shards[0].decode] for plan in plans] == [drawing] * 31
+    assert [[run.generation for run in plan.shards[0].decode] for plan in plans] == [drawing] * 31
     read = [(chunk.generation, chunk.start, chunk.stop) for plan in plans for chunk in plan.chunks]
     assert read[:30] == [(prompt, at, at + 4) for prompt in prompts for at in range(0, 40, 4)] and len(read) == 30
     engine.run()
@@ -463,7 +487,7 @@ def test_tokens_are_counted_to_the_last_one():
 
 def test_ends_of_the_request_and_of_the_tokenizer_both_end():
     engine = full(60)
-    stream = next(n for n in range(100) if text_of(Request([1], 9, stream=n), (3, 4))[0] == [1, 2])
+    stream = next(n for n in range(256) if text_of(Request([1], 9, stream=n), (3, 4))[0] == [1, 2])
     generation = engine.scheduler.submit(Request([1], 9, stream=stream, stop_token_ids=[3]), stop_token_ids=[4])
     engine.draws[generation.id] = []
     engine.run()
@@ -496,7 +520,7 @@ def test_priority_takes_slots_and_pages_from_lower_and_age_does_not(options):
     same = engine.submit([3] * 9, 7, stream=3, priority=5)
     urgent = engine.submit([4] * 9, 7, stream=4)
     plan = engine.step()
-    assert [chunk.generation for chunk in plan.chunks] == [urgent] and low[0] in plan.shards[0].decode
+    assert [chunk.generation for chunk in plan.chunks] == [urgent] and low[0] in plan.shards[0].draws
     assert [generation.preemptions for generation in (*low, same, urgent)] == [0, 1, 0, 0]
     engine.run()
     for generation in (*low, same, urgent):

@@ -18,7 +18,7 @@ def test_prompts_are_cut_as_the_scheduler_cuts_them(prompts, tokens, tiles):
     planned = []
     while (plan := scheduler.plan()) is not None:
         planned.append([range(chunk.start, chunk.stop) for chunk in plan.chunks])
-        scheduler.commit(plan, {generation.id: 0 for generation in plan.draws})
+        scheduler.commit(plan, {generation.id: [0] for generation in plan.draws})
     assert list(prompt_chunks(prompts, tokens, tiles)) == planned
 
 

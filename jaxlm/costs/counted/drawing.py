@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
-from jaxlm.inference.ragged_step import SlotState, draw
+from jaxlm.inference.ragged_step import DrawRows, SlotState, draw
 from jaxlm.inference.requests import GREEDY, MAX_LOGPROBS, Sampling
 from jaxlm.inference.sampling import row_sampling
 
@@ -50,7 +50,7 @@ def _traced(rows: int, vocabulary: int, how: Sampling, platform: str) -> DrawWor
     logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)
     valid = jax.ShapeDtypeStruct((vocabulary,), jnp.bool)
     ids = np.arange(rows, dtype=np.int32)
-    cost = count(draw, state, logits, ids, ids, valid, platform=platform)
+    cost = count(draw, state, logits, DrawRows(ids, ids, ids, ids), valid, platform=platform)
     return DrawWork(cost.flops, cost.bytes_in + cost.bytes_out)
 
 

@@ -24,7 +24,7 @@ from jax.extend.core.primitives import scan_p
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.axes import Dimensions, Factor, dimensions, factors, products_inside, through
 from jaxlm.inference.paged_cache import PageLayout
-from jaxlm.inference.ragged_step import Batch, StepResults, ragged_step
+from jaxlm.inference.ragged_step import Batch, NextTokens, StepResults, ragged_step
 from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
@@ -207,9 +207,10 @@ def record_engine(model: ModelConfig, page: int) -> Recording:
     pages = jax.eval_shape(lambda: layout.allocate([1 for _ in groups], jnp.dtype(PAGES)))
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
     none, table = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    batch = Batch(row, row, row, row, row, tuple((table,) for _ in groups), none, none)
+    batch = Batch(row, row, row, row, row, row, row, tuple((table,) for _ in groups), none, none)
+    upcoming = NextTokens(row, row, jax.ShapeDtypeStruct((1, 0), jnp.int32))
     valid = jax.ShapeDtypeStruct((model.vocab_size,), jnp.bool)
-    return _read(forward, tree.shapes(parameters, _COMPUTE), pages, row, batch, valid)
+    return _read(forward, tree.shapes(parameters, _COMPUTE), pages, upcoming, batch, valid)
 
 
 def _read(forward: Callable[..., Any], parameters: tree.Tree, *operands: Any) -> Recording:

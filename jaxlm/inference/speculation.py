@@ -1,0 +1,78 @@
+"""Speculation by equality: drafts of the next tokens, and which of them are accepted (arXiv:2408.07978).
+
+Rows of a run read a sequence's last token and the drafts after it, and each draws a token with the random numbers of
+its place. A draft is accepted if it equals the token that the row before it has drawn. So a sequence has the tokens
+that it has without drafts, at any temperature, and penalties, biases and log-probabilities are those of its tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+
+NO_DRAFT = -1
+
+_LONGEST = 3  # tokens at the end of a sequence that are looked up
+
+
+def accepted(
+    token_Q: jax.Array, is_read_Q: jax.Array, draft_Q: jax.Array, drawn_Q: jax.Array, drafts: int
+) -> jax.Array:
+    """Return whether the token drawn after each row is the next of its sequence, bool [Q].
+
+    Args:
+      token_Q: int32, that the row has read.
+      draft_Q: int32, the index of the row in its run; the rows of a run follow one another.
+      drawn_Q: int32.
+      drafts: the most of a run.
+    """
+    is_accepted_Q = is_read_Q & (draft_Q == 0)
+    equals_Q = is_read_Q & (token_Q == jnp.roll(drawn_Q, 1))
+    for draft in range(1, drafts + 1):
+        is_accepted_Q |= (draft_Q == draft) & equals_Q & jnp.roll(is_accepted_Q, 1)
+    return is_accepted_Q
+
+
+def is_last(is_accepted_Q: jax.Array, draft_Q: jax.Array) -> jax.Array:
+    """Return whether a row is the last of its run that is accepted, bool [Q]."""
+    goes_on_Q = (is_accepted_Q & (draft_Q > 0))[1:]
+    return is_accepted_Q & ~jnp.append(goes_on_Q, False)
+
+
+def drafts_after(draft_SK: jax.Array, slot_Q: jax.Array, draft_Q: jax.Array) -> jax.Array:
+    """Return the draft that follows each row in its slot, int32 [Q]; `NO_DRAFT` after the last."""
+    none_S1 = jnp.full((len(draft_SK), 1), NO_DRAFT, jnp.int32)
+    return jnp.concatenate([draft_SK, none_S1], axis=1)[slot_Q, draft_Q]
+
+
+def count_drafts(counts_QV: jax.Array, token_Q: jax.Array, draft_Q: jax.Array, drafts: int) -> jax.Array:
+    """Return counts (`sampling.token_counts`) with the drafts that each row and those before it in its run read."""
+    rows_Q = jnp.arange(len(token_Q))
+    for back in range(drafts):
+        token = jnp.where(draft_Q > back, jnp.roll(token_Q, back), counts_QV.shape[1])
+        counts_QV = counts_QV.at[rows_Q, token].add(2, mode="drop")
+    return counts_QV
+
+
+def look_up(history_SL: jax.Array, length_S: jax.Array, drafts: int) -> jax.Array:
+    """Return the tokens that followed the last occurrence of a sequence's end in that sequence, int32 [S, drafts].
+
+    Of the last three tokens as many as occur are looked up (n-gram look-up: Saxena 2023, "Prompt lookup decoding"; Yang
+    et al. 2023, arXiv:2304.04487). What follows is continued with its period where it meets the end. `NO_DRAFT` where
+    the last token has not occurred before.
+
+    Args:
+      history_SL: int32, the tokens of each sequence.
+      length_S: int32, how many they are.
+    """
+    S, L = history_SL.shape
+    at_L, end_S1 = jnp.arange(L), length_S[:, None] - 1
+    is_equal_SL, common_SL = at_L < end_S1, jnp.zeros((S, L), jnp.int32)
+    for back in range(_LONGEST):
+        token_S1 = jnp.take_along_axis(history_SL, jnp.clip(end_S1 - back, 0, L - 1), axis=1)
+        is_equal_SL &= (at_L >= back) & (jnp.roll(history_SL, back, axis=1) == token_S1)
+        common_SL += is_equal_SL
+    # The latest of the longest.
+    best_S1 = jnp.argmax(jnp.where(common_SL > 0, common_SL * L + at_L, -1), axis=1)[:, None]
+    is_found_S1 = jnp.take_along_axis(common_SL, best_S1, axis=1) > 0
+    next_SK = best_S1 + 1 + jnp.arange(drafts) % jnp.maximum(end_S1 - best_S1, 1)
+    draft_SK = jnp.take_along_axis(history_SL, jnp.clip(next_SK, 0, L - 1), axis=1)
+    return jnp.where(is_found_S1, draft_SK, NO_DRAFT)

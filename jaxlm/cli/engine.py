@@ -11,14 +11,29 @@ if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
 
 # The keys of [inference] that an engine reads.
-_READ = tuple(f"inference.{key}" for key in ("sequences", "context", "page", "chunk_tokens", "cache_memory"))
+_READ = tuple(
+    f"inference.{key}" for key in ("sequences", "context", "page", "chunk_tokens", "cache_memory", "speculate")
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of an engine, the dtype to compute in, and the choice of speed."""
     add_sizes(parser)
+    add_speculation(parser)
     add_dtype(parser)
     add_fast(parser)
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Add the source of drafts."""
+    parser.add_argument(
+        "--speculate",
+        type=_speculation,
+        metavar="SOURCE[:N]",
+        help="read up to N (4) guessed tokens of each sequence in a step, and keep those that would have been drawn: the "
+        "text is the same. SOURCE is ngram, which looks them up in the text, or a smaller model "
+        "(inference.speculate)",
+    )
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -86,13 +101,14 @@ def options(arguments: argparse.Namespace) -> list[str]:
     return [*sizes, *["--fast"] * arguments.fast]
 
 
-def _sizes(arguments: argparse.Namespace) -> dict[str, tuple[str, int]]:
-    """Return the options of sizes that are given, and their values, by the key of [inference]."""
+def _sizes(arguments: argparse.Namespace) -> dict[str, tuple[str, int | str]]:
+    """Return the options for keys of [inference] that are given, and their values, by the key."""
     options = {
         "sequences": ("--slots", arguments.slots),
         "context": ("--max-context", arguments.max_context),
         "cache_memory": ("--cache-memory", arguments.cache_memory),
         "chunk_tokens": ("--chunk-tokens", arguments.chunk_tokens),
+        "speculate": ("--speculate", getattr(arguments, "speculate", None)),
     }
     return {key: (option, value) for key, (option, value) in options.items() if value is not None}
 
@@ -101,6 +117,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
     return int(text)
+
+
+def _speculation(text: str) -> str:
+    from jaxlm.inference.settings import Speculation
+
+    try:
+        Speculation.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def memory(text: str) -> int:

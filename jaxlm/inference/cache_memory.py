@@ -34,6 +34,7 @@ def cache_size(
     context: int | None,
     slots: int,
     most_bytes: int | None,
+    beside: Sequence[int] | None = None,
 ) -> CacheSize:
     """Return the size of a cache for so many sequences.
 
@@ -45,10 +46,13 @@ def cache_size(
       context: the most tokens of a sequence; None is as many as fit.
       most_bytes: the most memory on each device. None is 1 GiB on a CPU, and 80 % of what is free on other devices; for
         one sequence of a given `context` as much as that sequence needs.
+      beside: bytes on each device that another model keeps for each page of a group; None for none.
 
     Raises InputError where memory does not hold one sequence.
     """
-    each = [layout.page_bytes(group, dtype, mesh, rules) for group in range(len(layout.groups))]
+    groups = range(len(layout.groups))
+    others = [0 for _ in groups] if beside is None else beside
+    each = [layout.page_bytes(group, dtype, mesh, rules) + others[group] for group in groups]
 
     def pages(tokens: int) -> list[int]:
         return [most_pages(tokens, window, layout.size) for window in layout.groups]

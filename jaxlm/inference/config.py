@@ -6,13 +6,19 @@ from pydantic import AfterValidator, Field
 
 from jaxlm.core.schema import Count, InWords, Section
 from jaxlm.core.units import parse_memory
-from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.settings import EngineSettings, Speculation
 from jaxlm.inference.step_shapes import TILE
 
 
 def _memory(text: str) -> str:
     """Return the text of a size in memory. Raises ValueError for another text."""
     parse_memory(text)
+    return text
+
+
+def _speculation(text: str) -> str:
+    """Return the text of a source of drafts. Raises ValueError for another text."""
+    Speculation.parse(text)
     return text
 
 
@@ -38,6 +44,12 @@ class InferenceConfig(Section):
         Memory | None, InWords(default="1GiB on a CPU, 80 % of what is free elsewhere", type='size, such as "8GiB"')
     ] = None
     """Memory of keys and values on each device; where it holds fewer than all sequences could need, some wait."""
+    speculate: Annotated[
+        Annotated[str, AfterValidator(_speculation)] | None,
+        InWords(default="none", type='source of drafts, such as "ngram:4"'),
+    ] = None
+    """Drafts of next tokens, which a step reads before they are drawn: `ngram` looks them up in the text, a model of the
+    same tokens draws them; `:N` is the most of a sequence in a step. They change no text."""
     length: Annotated[Count, _SIZE]
     """Tokens that each sequence holds in a plan of decoding."""
     prompt: Annotated[Count, _SIZE]
@@ -52,5 +64,6 @@ class InferenceConfig(Section):
             cache_bytes=cache_bytes,
             page=self.page,
             chunk_tokens=self.chunk_tokens,
+            speculation=Speculation.parse(self.speculate) if self.speculate else None,
             **more,
         )

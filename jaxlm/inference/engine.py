@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.commands import EngineCommand, encode_commands
+from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.generation import EndReason, Token
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import EnginePrograms
@@ -64,6 +65,7 @@ class Engine:
         have one.
       stop_token_ids: ids that end every request.
       kernels: `execution.kernels`.
+      draft: draws the drafts of `settings.speculation`, unless they are looked up.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -78,6 +80,7 @@ class Engine:
         valid_token_mask: np.ndarray | None = None,
         stop_token_ids: Collection[int] = (),
         kernels: Kernels = "auto",
+        draft: DraftModel | None = None,
     ):
         self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
         programs = EnginePrograms.of(model, mesh, jax.tree.leaves(parameters)[0].dtype, settings, kernels)
@@ -87,6 +90,7 @@ class Engine:
             valid_token_mask=valid_token_mask,
             context=settings.context,
             cache_bytes=settings.cache_bytes,
+            draft=draft,
         )
         self.pages = [Pages(self.runner.page_groups, settings.page) for _ in range(programs.shards)]
         self._scheduler = Scheduler(

@@ -20,7 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.paged_cache import Arrays, PageLayout
+from jaxlm.inference.proposal import DraftRows, propose
 from jaxlm.inference.ragged_step import Batch, DrawRows, NextTokens, SlotState, StepResults, draw, ragged_step
+from jaxlm.inference.sampling import RowSampling
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
@@ -51,7 +53,7 @@ class EnginePrograms:
       chunk_tokens: the most rows of prompts in a step on a shard, rounded up to whole tiles.
       exact: compute each row in one way on a CPU.
       drafts: the most drafts of a sequence in a step.
-      history: the most tokens of a sequence, in which drafts are looked up; 0 without drafts.
+      history: the most tokens of a sequence, in which drafts are looked up; 0 where they are not.
       kernels: `execution.kernels`.
 
     Raises InputError for a model or a page that the engine cannot serve.
@@ -74,7 +76,7 @@ class EnginePrograms:
     ) -> "EnginePrograms":
         """Return the programs of an engine of these sizes, whose slots are divided over the shards."""
         slots = -(-settings.slots // _shards(mesh))
-        history = min(model.context_length, settings.context or model.context_length) if settings.drafts else 0
+        history = min(model.context_length, settings.context or model.context_length) if settings.looks_up else 0
         sizes = settings.page, slots, settings.chunk_tokens, settings.exact, settings.drafts, history
         return cls(model, mesh, dtype, *sizes, kernels)
 
@@ -188,6 +190,34 @@ class EnginePrograms:
         operands = self._state, self._logits(draws), DrawRows(ids, ids, ids, ids), self._valid_token_mask
         return self._program(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
 
+    def empty_draft_rows(self, sequences: int, cache: CacheSize) -> DraftRows:
+        """Return the operands of `proposal` for no sequence, of all shards."""
+        count, pages = self.shards * sequences, -(-cache.context // self.layout.size)
+        tables = tuple(np.zeros((count, pages), np.int32) for _ in self.layout.groups)
+        return DraftRows(np.full(count, self.slots, np.int32), np.zeros(count, np.int32), tables)
+
+    def proposal(self, sequences: int, cache: CacheSize) -> MeshProgram:
+        """Return the program by which this model foresees the next tokens of so many sequences on each shard. It gives
+        up the pages."""
+
+        def proposal(
+            parameters: Tree,
+            pages: Arrays,
+            upcoming: NextTokens,
+            how: RowSampling,
+            rows: DraftRows,
+            valid_V: jax.Array,
+        ) -> tuple[Arrays, jax.Array]:
+            return propose(self.weights.module(parameters), self.layout, pages, upcoming, how, rows, valid_V)
+
+        on_shards = on_each_shard(proposal, "batch", (False, True, True, True, True, False))
+        pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
+        rows = self._on_all(self.empty_draft_rows(sequences, cache))
+        state = self._state.upcoming, self._state.how
+        operands = self.abstract_parameters(), pages, *state, rows, self._valid_token_mask
+        outputs = self.page_shardings(cache), self.by_shards
+        return self._program(on_shards, operands, out_shardings=outputs, donate_argnums=1)
+
     def gather(self, draws: int) -> MeshProgram:
         """Return the program by which all devices get `StepResults.hidden_QD` of so many draws on each shard."""
         shape = self.shards * draws, self.model.d_model
@@ -240,6 +270,12 @@ def _with(sharding: NamedSharding, shapes: Any) -> Any:
 def compiled_step(programs: EnginePrograms, cache: CacheSize, shape: StepShape) -> jax.stages.Compiled:
     """Return the compiled step of a shape."""
     return programs.step(shape, cache).compile()
+
+
+@lru_cache(maxsize=_KEPT)
+def compiled_proposal(programs: EnginePrograms, cache: CacheSize, sequences: int) -> jax.stages.Compiled:
+    """Return the compiled proposal of drafts for so many sequences."""
+    return programs.proposal(sequences, cache).compile()
 
 
 @lru_cache(maxsize=_KEPT)

@@ -180,9 +180,7 @@ class DrawRows(NamedTuple):
     position_Q: np.ndarray
 
 
-def draw(
-    state: SlotState, logits_QV: jax.Array, rows: DrawRows, valid_V: jax.Array
-) -> tuple[SlotState, DrawResults]:
+def draw(state: SlotState, logits_QV: jax.Array, rows: DrawRows, valid_V: jax.Array) -> tuple[SlotState, DrawResults]:
     """Draw a token after each row from logits, as the row's slot says, and return the state after it.
 
     A draft is accepted if it equals the token that is drawn in its place with the random numbers of that place

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxlm.inference.cache_memory import cache_size
+from jaxlm.inference.draft_model import Drafter, DraftModel
 from jaxlm.inference.generation import Chunk, Token
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.programs import EnginePrograms, compiled_draw, compiled_gather, compiled_step
@@ -84,8 +85,9 @@ class Runner:
       valid_token_mask: bool [V], whether an id has a token; None where all ids have one.
       context: the most tokens of a sequence; None is the model's, or as many as the cache holds.
       cache_bytes: the most memory of pages on each device; None as `cache_size` says.
+      draft: draws the drafts, where `programs` have any that are not looked up.
 
-    Raises InputError for too little memory.
+    Raises InputError for too little memory, or a draft model that does not suit.
     """
 
     def __init__(
@@ -96,10 +98,13 @@ class Runner:
         valid_token_mask: np.ndarray | None,
         context: int | None,
         cache_bytes: int | None,
+        draft: DraftModel | None = None,
     ):
         self.programs, model, mesh = programs, programs.model, programs.mesh
         self._slots = programs.slots
         self._parameters = programs.weights.stored(parameters, mesh, ENGINE)
+        valid_token_mask = np.ones(model.vocab_size, bool) if valid_token_mask is None else valid_token_mask
+        self._drafter = Drafter(programs, draft, valid_token_mask) if draft else None
         self.cache = cache_size(
             programs.layout,
             programs.page_dtype,
@@ -109,12 +114,14 @@ class Runner:
             context=context,
             slots=self._slots,
             most_bytes=cache_bytes,
+            beside=self._drafter and self._drafter.page_bytes(),
         )
+        if self._drafter:
+            self._drafter.allocate(self.cache)
         with jax.set_mesh(mesh):
             self._pages = programs.pages(self.cache)()
         self._state = jax.device_put(programs.empty_state(), programs.by_shards)
         self._how: dict[tuple[int, int], SlotSampling] = {}  # of each slot of a shard
-        valid_token_mask = np.ones(model.vocab_size, bool) if valid_token_mask is None else valid_token_mask
         self._valid_token_mask = jax.device_put(valid_token_mask, replicated(mesh))
         self._shapes = programs.shapes.all(), programs.shapes.all(scores=True)
         self._put = _put(programs.by_shards)
@@ -142,6 +149,8 @@ class Runner:
             compiling = [*map(partial(pool.submit, self._step), self._shapes[scores])]
             for program in (self._draw, self._gather) if self.programs.shards > 1 else (self._draw,):
                 compiling += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
+            if self._drafter:
+                compiling += [*map(partial(pool.submit, self._drafter.warm), self._shapes[False])]
             for each in compiling:
                 each.result()
         self._set_slot((0, self._slots), SlotSampling(GREEDY))
@@ -174,7 +183,11 @@ class Runner:
         first_Q = np.arange(len(batch.row_Q)) // shape.decode * shape.rows  # rows before those of the draw's shard
         position_Q = batch.position_R[first_Q + batch.row_Q] + 1
         rows = DrawRows(batch.slot_Q, batch.draft_Q, batch.limit_Q, position_Q)
+        if self._drafter:
+            self._drafter.read(shape, self._state.upcoming, batch)
         self._state, draws = self._draw(shape.decode)(self._state, results.logits_QV, rows, self._valid_token_mask)
+        if self._drafter:
+            self._state = self._drafter.propose(shape, self._state, batch)
         return results, draws
 
     def _set_slot(self, slot: tuple[int, int], how: SlotSampling) -> None:
@@ -269,6 +282,9 @@ class Runner:
                 run += 1
             if chunk.draws:
                 batch.row_Q[draws], batch.slot_Q[draws] = last, plan.slots[i]
+                batch.length_R[draws] = request.most_tokens
+                for (decode, *_), table in zip(batch.tables, plan.tables[i], strict=True):
+                    decode[draws, : len(table)] = table  # of a row of padding, for drafts
                 draws += 1
 
     def check(self) -> bool:

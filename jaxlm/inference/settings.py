@@ -1,6 +1,28 @@
 """The sizes of an engine. Imports no JAX."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+LOOK_UP = "ngram"  # the source of drafts that is no model
+_DRAFTS, _MOST = 4, 16
+
+
+class Speculation(NamedTuple):
+    """Drafts of the next tokens, which a step reads before they are drawn. `source`: `LOOK_UP` in the sequence itself,
+    or the model that draws them. `drafts`: the most of a sequence in a step."""
+
+    source: str
+    drafts: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Speculation":
+        """Return the value of "SOURCE:N" or "SOURCE". Raises ValueError for another text."""
+        source, colon, number = text.rpartition(":")
+        if not colon or not number.isdecimal():
+            source, number = text, str(_DRAFTS)
+        if not source or not 1 <= int(number) <= _MOST:
+            raise ValueError(f"{text!r} must be {LOOK_UP} or a model, with :N for at most N drafts, from 1 to {_MOST}")
+        return cls(source, int(number))
 
 
 @dataclass(frozen=True)
@@ -18,7 +40,7 @@ class EngineSettings:
       max_queued, max_queued_tokens: the most requests that wait, and the most of their tokens.
       exact: compute each row in one way on a CPU, whatever shares its step; if false, XLA may choose another way for
         each number of rows.
-      drafts: the most next tokens of a sequence that a step reads before they are drawn (`speculation`); 0 for none.
+      speculation: the drafts of next tokens, which a step reads before they are drawn; None for none.
     """
 
     context: int | None = None
@@ -29,4 +51,14 @@ class EngineSettings:
     max_queued: int = 1 << 20
     max_queued_tokens: int = 1 << 40
     exact: bool = True
-    drafts: int = 0
+    speculation: Speculation | None = None
+
+    @property
+    def drafts(self) -> int:
+        """The most drafts of a sequence in a step."""
+        return self.speculation.drafts if self.speculation else 0
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether drafts are looked up in the sequence."""
+        return self.speculation is not None and self.speculation.source == LOOK_UP

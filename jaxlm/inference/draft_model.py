@@ -1,0 +1,105 @@
+"""A smaller model that draws the drafts of another, over pages of its own that lie as the other's do."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxlm.core.errors import InputError
+from jaxlm.inference.cache_memory import CacheSize
+from jaxlm.inference.programs import EnginePrograms, compiled_proposal, compiled_step
+from jaxlm.inference.ragged_step import Batch, NextTokens, SlotState
+from jaxlm.inference.step_shapes import StepShape
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.tree import Tree
+from jaxlm.parallel.rules import ENGINE
+
+
+class DraftModel(NamedTuple):
+    """A model that draws drafts, of the same token ids. `parameters`: on the engine's mesh, in its dtype."""
+
+    model: ModelConfig
+    parameters: Tree
+
+
+class Drafter:
+    """The draft model of an engine. It reads what the engine's model reads, over the same page tables.
+
+    Args:
+      of: the programs of the engine.
+      valid_token_mask: bool [V], the ids that the engine draws.
+
+    Raises InputError for a model with layers that read what the engine has freed, or a shorter context.
+    """
+
+    def __init__(self, of: EnginePrograms, draft: DraftModel, valid_token_mask: np.ndarray):
+        self.programs = replace(of, model=draft.model, history=0)
+        self._parameters = self.programs.weights.stored(draft.parameters, of.mesh, ENGINE)
+        self._groups = [_group(window, of.layout.groups) for window in self.programs.layout.groups]
+        self._of_engine = len(of.layout.groups)
+        valid_V = np.zeros(draft.model.vocab_size, bool)
+        valid_V[: len(valid_token_mask)] = valid_token_mask[: len(valid_V)]
+        self._valid_V = valid_V
+
+    def page_bytes(self) -> list[int]:
+        """Return the bytes on each device that the draft model keeps for each page of the engine's groups."""
+        beside = [0] * self._of_engine
+        for group, size in zip(self._groups, self.programs.page_bytes, strict=True):
+            beside[group] += size
+        return beside
+
+    def allocate(self, cache: CacheSize) -> None:
+        """Make the pages, as many as the engine's cache has. Raises InputError for a cache of longer sequences than the
+        model's."""
+        if (longest := self.programs.model.context_length) < cache.context:
+            raise InputError(
+                f"the draft model has a context of {longest:,} tokens, and sequences have up to {cache.context:,}; "
+                f"give inference.context={longest} (--max-context {longest})"
+            )
+        self.cache = CacheSize(cache.context, tuple(cache.counts[group] for group in self._groups))
+        with jax.set_mesh(self.programs.mesh):
+            self._pages = self.programs.pages(self.cache)()
+
+    def warm(self, shape: StepShape) -> None:
+        """Compile the programs that follow a step of a shape."""
+        compiled_step(self.programs, self.cache, shape._replace(scores=False))
+        compiled_proposal(self.programs, self.cache, self._sequences(shape))
+
+    def read(self, shape: StepShape, upcoming: NextTokens, batch: Batch) -> None:
+        """Read the rows of the engine's step."""
+        own = batch._replace(tables=tuple(batch.tables[group] for group in self._groups))
+        step = compiled_step(self.programs, self.cache, shape._replace(scores=False))
+        self._pages, _ = step(self._parameters, self._pages, upcoming, own, self._valid_V)
+
+    def propose(self, shape: StepShape, state: SlotState, batch: Batch) -> SlotState:
+        """Return the state after a step and its draw, with drafts after the last token of each sequence that drew."""
+        sequences, shards = self._sequences(shape), self.programs.shards
+        rows = self.programs.empty_draft_rows(sequences, self.cache)
+        for index in range(shards):
+            drawn, into = batch.shard(index, shards), rows.shard(index, shards)
+            first = np.flatnonzero((drawn.draft_Q == 0) & (drawn.slot_Q < self.programs.slots))
+            into.slot_N[: len(first)] = drawn.slot_Q[first]
+            into.length_N[: len(first)] = drawn.length_R[first]
+            for table, group in zip(into.tables, self._groups, strict=True):
+                table[: len(first)] = drawn.tables[group][0][first]
+        program = compiled_proposal(self.programs, self.cache, sequences)
+        upcoming = state.upcoming
+        self._pages, draft_SK = program(self._parameters, self._pages, upcoming, state.how, rows, self._valid_V)
+        return state._replace(upcoming=upcoming._replace(draft_SK=draft_SK))
+
+    def _sequences(self, shape: StepShape) -> int:
+        """Return how many sequences may draw in a step."""
+        return min(shape.decode, self.programs.slots)
+
+
+def _group(window: int | None, groups: Sequence[int | None]) -> int:
+    """Return the engine's group of pages that layers with a window read: of the same window, or of all tokens."""
+    for each in (window, None):
+        if each in groups:
+            return groups.index(each)
+    raise InputError(
+        f"a draft model with a window of {window} needs pages that the model frees after {groups}; take another draft "
+        "model"
+    )

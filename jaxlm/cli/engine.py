@@ -30,9 +30,8 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         type=_speculation,
         metavar="SOURCE[:N]",
-        help="read up to N (4) guessed tokens of each sequence in a step, and keep those that would have been drawn: the "
-        "text is the same. SOURCE is ngram, which looks them up in the text, or a smaller model "
-        "(inference.speculate)",
+        help="read up to N (4) guessed tokens of each sequence in a step, and keep those that are drawn: the text is "
+        "the same. SOURCE is ngram, which looks them up in the text, or a smaller model (inference.speculate)",
     )
 
 

@@ -48,8 +48,8 @@ class InferenceConfig(Section):
         Annotated[str, AfterValidator(_speculation)] | None,
         InWords(default="none", type='source of drafts, such as "ngram:4"'),
     ] = None
-    """Drafts of next tokens, which a step reads before they are drawn: `ngram` looks them up in the text, a model of the
-    same tokens draws them; `:N` is the most of a sequence in a step. They change no text."""
+    """Drafts of next tokens, which a step reads before they are drawn: `ngram` looks them up in the text, and a model
+    of the same tokens draws them; `:N` is the most of a sequence in a step. They change no text."""
     length: Annotated[Count, _SIZE]
     """Tokens that each sequence holds in a plan of decoding."""
     prompt: Annotated[Count, _SIZE]

@@ -105,8 +105,8 @@ class Generation:
         self.reach = max(self.reach, min(self.reach + 1 + run.drafts, run.limit))
 
     def settle(self) -> None:
-        """Of a generation that has pages: compute from the tokens that were read back how many are dispatched: with all but the last of them, what
-        pending runs add."""
+        """Of a generation that has pages: compute how many tokens are dispatched, which are all but the last of those
+        that were read back and what pending runs add."""
         self.computed = self.reach = len(self.tokens) - 1
         for run in self.pending:
             assert isinstance(run, DecodeRun), "a chunk draws before any run"

@@ -74,9 +74,9 @@ class NextTokens(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """The state of each slot on the device. `upcoming`: the tokens that it reads next. `history_SL`: int32, the tokens of
-    the sequence, from which drafts are taken; L is 0 where they are not. `counts_SV`: the counts of the slot's tokens
-    (`sampling.token_counts`). `how`: the slot's sampling."""
+    """The state of each slot on the device. `upcoming`: the tokens that it reads next. `history_SL`: int32, the tokens
+    of the sequence, in which drafts are looked up; L is 0 where they are not. `counts_SV`: the counts of the slot's
+    tokens (`sampling.token_counts`). `how`: the slot's sampling."""
 
     upcoming: NextTokens
     history_SL: jax.Array

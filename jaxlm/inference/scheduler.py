@@ -299,7 +299,8 @@ class Scheduler:
                 right = len(ids) - 1 + (generation.id in foreseen)
                 generation.acceptance.update(right, wrong=right < min(len(ids), self._drafts))
             end, count = None, 0
-            for count, token in enumerate(ids, 1):
+            for token in ids:
+                count += 1
                 if token in generation.stop_token_ids:
                     end = "stop"
                     break

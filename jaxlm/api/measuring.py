@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,11 +20,15 @@ class DecodeSpeed(NamedTuple):
       rows: sequences that draw together.
       context: tokens of each prompt.
       dtype: that is computed in.
-      median_step_s: seconds of a step, in which each sequence draws a token.
+      median_step_s: seconds of a step, in which each sequence draws a token, or with drafts several.
       step_s: seconds of a step, the mean of each block.
       read_bytes: the least bytes that a device reads in a step, as counted.
       read_s: seconds in which they can be read, by a sum over a large array.
       share_of_read_bound: `read_s` over `median_step_s`.
+      tokens_per_step, rows_per_step: of a sequence, the mean tokens that are drawn and rows that are read, a row of
+        each draft; 1 without drafts.
+      counted_speed_up: with drafts, by how much they raise the tokens in a second, if steps take the time to read their
+        bytes: a draft reads the sequence's keys and values once more. 1 without drafts.
     """
 
     rows: int
@@ -36,6 +40,9 @@ class DecodeSpeed(NamedTuple):
     read_bytes: int
     read_s: float
     share_of_read_bound: float
+    tokens_per_step: float
+    rows_per_step: float
+    counted_speed_up: float
 
 
 def bench_decode(
@@ -46,6 +53,7 @@ def bench_decode(
     steps: int = 10,
     blocks: int = 12,
     bytes_per_s: float | None = None,
+    text: "Sequence[int] | None" = None,
     progress: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> DecodeSpeed:
     """Measure decoding: blocks of steps are timed after one that is not, and the median is taken.
@@ -53,7 +61,8 @@ def bench_decode(
     Args:
       model: as `load` returns it; it is measured with an engine of `rows` sequences of the length that is needed.
       rows: sequences.
-      context: random tokens of each prompt.
+      context: tokens of each prompt.
+      text: the tokens of the prompts, one after the other; random ones where it is not given.
       steps: of a block.
       bytes_per_s: the bandwidth of a sum over a large array; measured where it is not given.
       progress: takes what is being done, and returns a context for it.
@@ -66,27 +75,32 @@ def bench_decode(
     for name, size in {"rows": rows, "context": context, "steps": steps, "blocks": blocks}.items():
         if size < 1:
             raise InputError(f"{name} = {size} must be 1 or more")
-    longest = context + (blocks + 1) * steps + 1
+    drafts = model.settings.drafts
+    longest = context + (blocks + 1) * steps * (1 + drafts) + 1
     if longest > model.config.context_length:
         raise InputError(
             f"--context {context} and {longest - context} steps exceed model.context_length = "
             f"{model.config.context_length}; lower --context, --blocks or --steps"
         )
     bytes_per_s = bytes_per_s or read_bytes_per_s()
-    settings, times = model.settings, []
+    settings, times, drawn, read = model.settings, [], [], []
     model.set_engine(replace(settings, slots=rows, context=longest))
     try:
         with progress(f"{rows} sequences of {context} tokens"):
-            run = decode_steps(model.engine(), rows, context, (blocks + 1) * steps)
+            run = decode_steps(model.engine(), rows, context, (blocks + 1) * steps, text=text)
             for _ in range(blocks + 1):
                 start = time.perf_counter()
-                run(steps)
+                before = model.engine().drafted
+                drawn.append(run(steps) / (steps * rows))
+                read.append(1 + (model.engine().drafted - before) / (steps * rows))
                 times.append((time.perf_counter() - start) / steps)
         dtype = str(model.engine().runner.programs.dtype)
-        work = model.decode_work(context + len(times) * steps // 2, rows)
+        rows_read = round(rows * statistics.mean(read[1:]))
+        works = [model.decode_work(context + len(times) * steps // 2, n) for n in (rows, rows_read)]
     finally:
         model.set_engine(settings)
-    read_bytes = token_cost(work, None).read_bytes // work.layout.size  # of one device
+    one, read_bytes = (token_cost(work, None).read_bytes // work.layout.size for work in works)  # of one device
+    tokens = statistics.mean(drawn[1:])
     step_s, read_s = statistics.median(times[1:]), read_bytes / bytes_per_s
     return DecodeSpeed(
         rows=rows,
@@ -94,8 +108,11 @@ def bench_decode(
         dtype=dtype,
         median_step_s=step_s,
         step_s=times[1:],
-        tokens_per_s=rows / step_s,
+        tokens_per_s=rows * tokens / step_s,
         read_bytes=read_bytes,
         read_s=read_s,
         share_of_read_bound=read_s / step_s,
+        tokens_per_step=tokens,
+        rows_per_step=statistics.mean(read[1:]),
+        counted_speed_up=tokens * one / read_bytes,
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxlm.data.chat_template import ChatTemplate
     from jaxlm.data.tokenizers import Tokenizer
     from jaxlm.inference.completion import Completion, TextChunk
+    from jaxlm.inference.draft_model import DraftModel
     from jaxlm.inference.engine import Engine
     from jaxlm.inference.requests import Named, Request, Sampling
     from jaxlm.inference.settings import EngineSettings
@@ -328,7 +329,29 @@ class LoadedModel:
             valid_token_mask=self.tokenizer and self.tokenizer.valid_token_mask(self.config.vocab_size),
             stop_token_ids=(self.tokenizer or self.source.text).stop_token_ids,
             kernels=self.experiment.execution.kernels,
+            draft=self._draft_model(settings),
         )
+
+    def _draft_model(self, settings: "EngineSettings") -> "DraftModel | None":
+        """Return the model that draws drafts, on the mesh of this one and in its dtype; None where drafts are looked up
+        or there are none. Raises InputError for a model of other tokens."""
+        if settings.speculation is None or settings.looks_up:
+            return None
+        from jaxlm import api
+        from jaxlm.inference.draft_model import DraftModel
+
+        draft = api.load(settings.speculation.source, dtype=self.dtype, say=self._say)
+        draft.mesh = self.mesh
+        own, its = self.tokenizer, draft.tokenizer
+        if own and its:
+            is_same = own.has_tokens_of(its)
+        else:
+            is_same = own is its and self.config.vocab_size == draft.config.vocab_size
+        if not is_same:
+            raise InputError(
+                f"{draft.source} has other tokens than {self.source}, and its drafts would be none of them"
+            )
+        return DraftModel(draft.config, draft.parameters)
 
     def evaluate(
         self, data: str | None = None, display: "Display | None" = None, *, is_chat: bool = False

@@ -33,7 +33,10 @@ _NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
 
 # The same for all processes.
-_SAME = ("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory", "chunk_tokens", "dtype", "fast")
+_SAME = (
+    *("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory", "chunk_tokens", "speculate"),
+    *("dtype", "fast"),
+)
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {

@@ -244,6 +244,11 @@ class Tokenizer:
         ids = [*self._backend.get_vocab(with_added_tokens=True).values()]
         return np.isin(np.arange(size), ids)
 
+    def has_tokens_of(self, other: "Tokenizer") -> bool:
+        """Return whether each id is the same token in both."""
+        own, its = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
+        return own == its
+
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned integer type that holds every id."""

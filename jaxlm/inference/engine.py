@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
+from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.commands import EngineCommand, encode_commands
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.generation import EndReason, Token
@@ -83,6 +85,8 @@ class Engine:
         draft: DraftModel | None = None,
     ):
         self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
+        if (settings.drafts > 0 and not settings.looks_up) != (draft is not None):
+            raise InputError("a draft model is given exactly where speculation has a source other than ngram")
         programs = EnginePrograms.of(model, mesh, jax.tree.leaves(parameters)[0].dtype, settings, kernels)
         self.runner = Runner(
             programs,
@@ -93,6 +97,7 @@ class Engine:
             draft=draft,
         )
         self.pages = [Pages(self.runner.page_groups, settings.page) for _ in range(programs.shards)]
+        self._worth = DraftWorth(programs.shapes.decode, jax.process_count() == 1) if settings.drafts else None
         self._scheduler = Scheduler(
             self.pages,
             slots=programs.slots,
@@ -102,8 +107,10 @@ class Engine:
             max_queued_tokens=settings.max_queued_tokens,
             max_context=self.longest,
             drafts=settings.drafts,
+            worth=self._worth,
         )
         self._lock = threading.Lock()
+        self._read_at = 0.0  # when the last step was read, if another one was under way
         self._ahead: PendingStep | None = None
         self._commands: list[EngineCommand] = []  # not sent to the other processes yet
         self._tell: Callable[[str], None] | None = None
@@ -143,6 +150,16 @@ class Engine:
     def preemptions(self) -> int:
         """The times that a request lost its pages to others, to be read again."""
         return self._scheduler.preemptions
+
+    @property
+    def drafted(self) -> int:
+        """The drafts that steps have read."""
+        return self._scheduler.drafted
+
+    @property
+    def accepted(self) -> int:
+        """The drafts that were drawn in their places."""
+        return self._scheduler.accepted
 
     def warm(self, scores: bool = False) -> None:
         """Compile all programs before the first request."""
@@ -220,12 +237,19 @@ class Engine:
         if done is None:
             return events
         reading = self.runner.read(done)
+        self._note_time(done)
         with self._lock:
             for chunk in done.plan.chunks:
                 if chunk.is_scored and not chunk.generation.end:
                     events.append(Event(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
             events += self._committed(done.plan, reading)
         return events
+
+    def _note_time(self, done: PendingStep) -> None:
+        """Take note of the time of a step that was read now, where the step before it was read when it began."""
+        began, self._read_at = self._read_at, time.monotonic() if self._ahead else 0.0
+        if self._worth and began and not done.shape.tiles:
+            self._worth.note(done.shape.decode, time.monotonic() - began)
 
     def _committed(self, plan: StepPlan, reading: Reading) -> Iterator[Event]:
         """Commit the draws of a step, and yield the events of the tokens."""

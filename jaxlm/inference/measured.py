@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,22 @@ _READ_NUMBERS = 1 << 26  # float32 numbers of the array whose sum is timed: far 
 _READS = 9
 
 
-def decode_steps(engine: Engine, rows: int, context: int, steps: int, seed: int = 0) -> Callable[[int], None]:
-    """Return a function that runs so many steps, in each of which `rows` sequences draw a token.
+def decode_steps(
+    engine: Engine, rows: int, context: int, steps: int, seed: int = 0, text: Sequence[int] | None = None
+) -> Callable[[int], int]:
+    """Return a function that runs so many steps, in each of which `rows` sequences draw a token, or with drafts
+    several, and that returns how many tokens were drawn.
 
-    Each sequence begins with `context` random tokens, which are read before this function returns, and draws the
-    likeliest token; no token ends a sequence.
+    Each sequence begins with `context` tokens, random ones or a part of a text, which are read before this function
+    returns, and draws the likeliest token; no token ends a sequence.
 
     Args:
       steps: the most steps that will be run.
+      text: tokens, of which each sequence gets the next `context`; they begin again at the end.
 
     Raises InputError where the engine takes fewer sequences, or shorter ones.
     """
-    if rows > engine.settings.slots or context + steps + 1 > engine.longest:
+    if rows > engine.settings.slots or context + steps * (1 + engine.settings.drafts) + 1 > engine.longest:
         raise InputError(
             f"{rows} sequences of {context} tokens and {steps} steps exceed the engine's {engine.settings.slots} "
             f"sequences of {engine.longest} tokens"
@@ -35,14 +39,15 @@ def decode_steps(engine: Engine, rows: int, context: int, steps: int, seed: int 
     draw, vocabulary = np.random.default_rng(seed), engine.model.vocab_size
     for stream in range(rows):
         prompt = draw.integers(0, vocabulary, context).tolist()
+        if text is not None:
+            prompt = np.resize(np.roll(text, -stream * context), context).tolist()
         engine.submit(Request(prompt, engine.longest - context, Sampling(0.0), stream=stream, ignores_stop_tokens=True))
     drawing: set[int] = set()
     while len(drawing) < rows:
         drawing |= {event.id for event in engine.step() if event.token is not None}
 
-    def run(n: int) -> None:
-        for _ in range(n):
-            engine.step()
+    def run(n: int) -> int:
+        return sum(event.token is not None for _ in range(n) for event in engine.step())
 
     return run
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jaxlm.core.errors import InputError
+from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.generation import Chunk, DecodeRun, EndReason, Generation
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.requests import MAX_BIASES, Request
@@ -125,8 +126,10 @@ class Scheduler:
       max_queued_tokens: the most tokens of the requests that wait; a single request may have more.
       max_context: the most tokens of a sequence.
       drafts: the most drafts that a generation reads in a step.
+      worth: says which drafts are read; None where `drafts` is 0.
 
-    `preemptions` counts the times that a generation lost its pages.
+    `preemptions` counts the times that a generation lost its pages, `drafted` the drafts that steps have read, and
+    `accepted` those of them that were drawn.
     """
 
     def __init__(
@@ -140,11 +143,12 @@ class Scheduler:
         max_queued_tokens: int,
         max_context: int,
         drafts: int = 0,
+        worth: DraftWorth | None = None,
     ):
         if not 1 <= tile <= chunk_tokens or min(slots, max_queued, max_context) < 1:
             raise InputError("a scheduler has a slot, a place in the queue and a tile of chunk_tokens, at least")
         self._shards = [Shard(index, each, slots) for index, each in enumerate(pages)]
-        self._tile, self._tiles, self._drafts = tile, chunk_tokens // tile, drafts
+        self._tile, self._tiles, self._drafts, self._worth = tile, chunk_tokens // tile, drafts, worth
         self._max_queued, self._max_queued_tokens = max_queued, max_queued_tokens
         self._longest = int(min(pages[0].capacity, max_context))
         self._ids = itertools.count()
@@ -153,7 +157,7 @@ class Scheduler:
         self._waiting_tokens = 0
         self._planned: tuple[Generation, ...] = ()  # in the last plan
         self._failed: list[Generation] = []
-        self.preemptions = 0
+        self.preemptions = self.drafted = self.accepted = 0
         self._blocked = -1, -1  # the last generation without room, and the count of returns then
 
     @property
@@ -243,7 +247,7 @@ class Scheduler:
             self._publish(generation)
         for shard in self._shards:
             shard.tiles = self._tiles
-        rows, is_open = [_Rows() for _ in self._shards], True
+        rows, is_open, worth = [_Rows() for _ in self._shards], True, self._least_worth()
         under_way = itertools.chain.from_iterable(shard.admitted for shard in self._shards)
         later = deque(sorted(under_way, key=_order))  # generations under way that this loop has yet to visit
         while later or (is_open and self._waiting):
@@ -267,7 +271,7 @@ class Scheduler:
                     generation.is_reading = False
                     generation.pending.append(chunk)
             else:
-                drafts = generation.acceptance.drafts(self._drafts)
+                drafts = generation.acceptance.drafts(self._drafts, worth)
                 most = min(generation.reach + 1 + drafts, generation.request.most_tokens)
                 limit = self._extended(generation, start + 1, most, later)
                 if limit == start:
@@ -296,6 +300,8 @@ class Scheduler:
                 continue
             run, ids = generation.pending.popleft(), drawn[generation.id]
             if self._drafts and ids and isinstance(run, DecodeRun):
+                self.drafted += run.drafts
+                self.accepted += len(ids) - 1
                 right = len(ids) - 1 + (generation.id in foreseen)
                 generation.acceptance.update(right, wrong=right < min(len(ids), self._drafts))
             end, count = None, 0
@@ -317,6 +323,13 @@ class Scheduler:
             if count:
                 taken.append((generation, count))
         return taken
+
+    def _least_worth(self) -> float:
+        """Return how probable a draft must be to be read in the next step: there, by the shard that decodes most."""
+        if not self._worth:
+            return 1.0
+        decoding = ([each.acceptance for each in shard.admitted if not each.is_reading] for shard in self._shards)
+        return self._worth.of(max(decoding, key=len), self._drafts)
 
     def _admit(self, generation: Generation, later: deque[Generation]) -> bool:
         """Let a generation begin, and be the first of `later`, if a shard has a slot and room for the tokens to read.

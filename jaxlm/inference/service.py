@@ -38,6 +38,7 @@ class ServiceStatistics(NamedTuple):
         found in the cache.
       tokens: that were drawn.
       preemptions: times that a request lost its pages to others.
+      drafted, accepted: drafts that steps have read, and those of them that were drawn in their places.
       steps: that were dispatched.
       step_seconds: the time of the last step.
     """
@@ -52,6 +53,8 @@ class ServiceStatistics(NamedTuple):
     cached_tokens: int
     tokens: int
     preemptions: int
+    drafted: int
+    accepted: int
     steps: int
     step_seconds: float
 
@@ -220,6 +223,8 @@ class EngineService:
             cached_tokens=self._cached_tokens,
             tokens=self._tokens,
             preemptions=engine.preemptions,
+            drafted=engine.drafted,
+            accepted=engine.accepted,
             steps=self._steps,
             step_seconds=self._step_seconds,
         )

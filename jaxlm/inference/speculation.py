@@ -64,15 +64,15 @@ def look_up(history_SL: jax.Array, length_S: jax.Array, drafts: int) -> jax.Arra
       length_S: int32, how many they are.
     """
     S, L = history_SL.shape
-    at_L, end_S1 = jnp.arange(L), length_S[:, None] - 1
-    is_equal_SL, common_SL = at_L < end_S1, jnp.zeros((S, L), jnp.int32)
+    at_1L, end_S1 = jnp.arange(L)[None], length_S[:, None] - 1
+    is_equal_SL, common_SL = at_1L < end_S1, jnp.zeros((S, L), jnp.int32)
     for back in range(_LONGEST):
         token_S1 = jnp.take_along_axis(history_SL, jnp.clip(end_S1 - back, 0, L - 1), axis=1)
-        is_equal_SL &= (at_L >= back) & (jnp.roll(history_SL, back, axis=1) == token_S1)
+        is_equal_SL &= (at_1L >= back) & (jnp.roll(history_SL, back, axis=1) == token_S1)
         common_SL += is_equal_SL
     # The latest of the longest.
-    best_S1 = jnp.argmax(jnp.where(common_SL > 0, common_SL * L + at_L, -1), axis=1)[:, None]
+    best_S1 = jnp.argmax(jnp.where(common_SL > 0, common_SL * L + at_1L, -1), axis=1)[:, None]
     is_found_S1 = jnp.take_along_axis(common_SL, best_S1, axis=1) > 0
-    next_SK = best_S1 + 1 + jnp.arange(drafts) % jnp.maximum(end_S1 - best_S1, 1)
+    next_SK = best_S1 + 1 + jnp.arange(drafts)[None] % jnp.maximum(end_S1 - best_S1, 1)
     draft_SK = jnp.take_along_axis(history_SL, jnp.clip(next_SK, 0, L - 1), axis=1)
     return jnp.where(is_found_S1, draft_SK, NO_DRAFT)

@@ -77,6 +77,8 @@ class _ServiceCollector(Collector):
             "cached_prompt_tokens": (now.cached_tokens, "Tokens of prompts that were found in the cache."),
             "generated_tokens": (now.tokens, "Tokens drawn."),
             "preemptions": (now.preemptions, "Times that a request lost its pages to others."),
+            "draft_tokens": (now.drafted, "Drafts of next tokens that steps have read."),
+            "accepted_draft_tokens": (now.accepted, "Drafts that were drawn in their places."),
             "steps": (now.steps, "Steps of the engine."),
         }
         for name, (value, meaning) in gauges.items():

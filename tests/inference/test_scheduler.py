@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import InputError
+from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.pages import PageGroup, Pages
 from jaxlm.inference.requests import Request
 from jaxlm.inference.scheduler import Full, NeverFits, Scheduler
@@ -129,6 +130,7 @@ class SimulatedEngine:
             max_queued_tokens=self.max_queued_tokens,
             max_context=self.max_context,
             drafts=self.drafts,
+            worth=DraftWorth([], measures=False) if self.drafts else None,
         )
 
     def submit(self, prompt, max_tokens=4, stream=0, scores_from=None, **options):

@@ -11,6 +11,7 @@ from typing import Any
 from jaxlm import api
 from jaxlm.cli import engine, trained
 from jaxlm.cli.bench import out
+from jaxlm.cli.paths import path
 from jaxlm.core.errors import InputError
 
 # Sizes where none is given and the model's context is long enough for them.
@@ -28,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--blocks", type=int, metavar="N", help=f"blocks to time ({_SIZES['blocks']}, or fewer)")
     parser.add_argument("--steps", type=int, metavar="N", help=f"steps of a block ({_SIZES['steps']}, or fewer)")
+    parser.add_argument(
+        "--data", type=path, metavar="FILE", help="a text to take the prompts from (default: random tokens)"
+    )
+    engine.add_speculation(parser)
     engine.add_dtype(parser)
     engine.add_fast(parser)
     out.add_arguments(parser)
@@ -44,17 +49,26 @@ def main(arguments: argparse.Namespace) -> int:
         if (number := getattr(arguments, name)) is not None and number < 1:
             raise InputError(f"--{name} {number} must be 1 or more")
     out.check(arguments)
-    reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory")]
-    model = trained.load(arguments, reads, arguments.dtype)
+    reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory", "speculate")]
+    drafts = [f"inference.speculate={arguments.speculate}"] * (arguments.speculate is not None)
+    model = trained.load(arguments, reads, arguments.dtype, overrides=drafts)
     model.set_engine(replace(model.settings, exact=not arguments.fast))
     bandwidth = read_bytes_per_s()
-    contexts, blocks, steps = _fitting(arguments, model.config.context_length)
-    options = {"steps": steps, "blocks": blocks, "bytes_per_s": bandwidth, "progress": working}
+    contexts, blocks, steps = _fitting(arguments, model.config.context_length, 1 + model.settings.drafts)
+    text = None
+    if arguments.data is not None:
+        if model.tokenizer is None:
+            raise InputError(f"{arguments.run} has no tokenizer for the text of --data")
+        text = model.tokenizer.encode(arguments.data.read_text(encoding="utf-8"))
+        if not text:
+            raise InputError(f"--data {arguments.data} has no text")
+    options = {"steps": steps, "blocks": blocks, "bytes_per_s": bandwidth, "text": text, "progress": working}
     lengths = [(rows, context) for context in contexts for rows in arguments.rows]
     cases = [api.bench_decode(model, *each, **options)._asdict() for each in lengths]
     figures = {
         "model": arguments.run.name,
         "exact": not arguments.fast,
+        "speculate": arguments.speculate,
         "steps": steps,
         "blocks": blocks,
         "read_bytes_per_s": bandwidth,
@@ -65,16 +79,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _fitting(arguments: argparse.Namespace, longest: int) -> tuple[list[int], int, int]:
+def _fitting(arguments: argparse.Namespace, longest: int, rows: int) -> tuple[list[int], int, int]:
     """Return the lengths of prompts, the blocks and the steps of a block: as they are given, and otherwise as many as
-    fit into a model's context of `longest` tokens."""
+    fit into a model's context of `longest` tokens, if a step draws `rows` tokens of a sequence."""
     contexts, blocks, steps = arguments.context, arguments.blocks, arguments.steps
-    room = longest - 1 - (max(contexts) if contexts else min(_SIZES["context"], longest // 2))
+    room = (longest - 1 - (max(contexts) if contexts else min(_SIZES["context"], longest // 2))) // rows
     if blocks is None:
         blocks = max(1, min(_SIZES["blocks"], room // (steps or 1) - 1))
     if steps is None:
         steps = max(1, min(_SIZES["steps"], room // (blocks + 1)))
-    return contexts or [max(1, min(_SIZES["context"], longest - 1 - (blocks + 1) * steps))], blocks, steps
+    return contexts or [max(1, min(_SIZES["context"], longest - 1 - (blocks + 1) * steps * rows))], blocks, steps
 
 
 def _show(figures: dict[str, Any]) -> None:
@@ -93,6 +107,12 @@ def _show(figures: dict[str, Any]) -> None:
             f"{case['share_of_read_bound']:.0%}",
         )
     table.print()
+    if figures["speculate"]:
+        for case in figures["cases"]:
+            print(
+                f"{case['rows']} sequences, {figures['speculate']}: {case['tokens_per_step']:.2f} tokens of "
+                f"{case['rows_per_step']:.2f} rows, counted as {case['counted_speed_up']:.2f} × the tokens/s without"
+            )
     print(f"memory is read at {figures['read_bytes_per_s'] / 1e9:.1f} GB/s here")
 
 

@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limits of a good request, such as ttft:500 tpot:50",
     )
     engine.add_sizes(parser)
+    engine.add_speculation(parser)
     engine.add_fast(parser)
     parser.add_argument("--on", metavar="CHIPS", help="the chips of the server, for the bounds (host)")
     steps.add_chip(parser)

@@ -83,7 +83,7 @@ def bench_decode(
             f"{model.config.context_length}; lower --context, --blocks or --steps"
         )
     bytes_per_s = bytes_per_s or read_bytes_per_s()
-    settings, times, drawn, read = model.settings, [], [], []
+    settings, times, drawn, rows_read = model.settings, [], [], []
     model.set_engine(replace(settings, slots=rows, context=longest))
     try:
         with progress(f"{rows} sequences of {context} tokens"):
@@ -92,11 +92,11 @@ def bench_decode(
                 start = time.perf_counter()
                 before = model.engine().drafted
                 drawn.append(run(steps) / (steps * rows))
-                read.append(1 + (model.engine().drafted - before) / (steps * rows))
+                rows_read.append(1 + (model.engine().drafted - before) / (steps * rows))
                 times.append((time.perf_counter() - start) / steps)
         dtype = str(model.engine().runner.programs.dtype)
-        rows_read = round(rows * statistics.mean(read[1:]))
-        works = [model.decode_work(context + len(times) * steps // 2, n) for n in (rows, rows_read)]
+        rows_with_drafts = round(rows * statistics.mean(rows_read[1:]))
+        works = [model.decode_work(context + len(times) * steps // 2, n) for n in (rows, rows_with_drafts)]
     finally:
         model.set_engine(settings)
     one, read_bytes = (token_cost(work, None).read_bytes // work.layout.size for work in works)  # of one device
@@ -113,6 +113,6 @@ def bench_decode(
         read_s=read_s,
         share_of_read_bound=read_s / step_s,
         tokens_per_step=tokens,
-        rows_per_step=statistics.mean(read[1:]),
+        rows_per_step=statistics.mean(rows_read[1:]),
         counted_speed_up=tokens * one / read_bytes,
     )

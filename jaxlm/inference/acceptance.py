@@ -1,4 +1,4 @@
-"""How many drafts of the next tokens are worth a row each, by how often drafts were accepted. Imports no JAX."""
+"""The number of drafts of next tokens that are worth a row each, by how often drafts were accepted. Imports no JAX."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class Acceptance:
     share: float = 0.6
 
     def update(self, right: int, wrong: int) -> None:
-        """Take note of drafts that equal what was drawn in their places, and of those that do not."""
+        """Count drafts that equal what was drawn in their places, and those that do not."""
         for was_right in [1.0] * right + [0.0] * wrong:
             self.share = _MEMORY * self.share + (1.0 - _MEMORY) * was_right
 
@@ -49,7 +49,7 @@ class DraftWorth:
         self._seconds: dict[int, float | None] = {}  # None after a first step, which may have compiled
 
     def note(self, rows: int, seconds: float) -> None:
-        """Take note of the time of a step with so many rows, and no prompt."""
+        """Measure a step with so many rows, and no prompt."""
         before = self._seconds.get(rows, 0.0)
         if rows not in self._seconds:
             self._seconds[rows] = None

@@ -246,7 +246,7 @@ class Engine:
         return events
 
     def _note_time(self, done: PendingStep) -> None:
-        """Take note of the time of a step that was read now, where the step before it was read when it began."""
+        """Measure a step that was read now, where the step before it was read when it began."""
         began, self._read_at = self._read_at, time.monotonic() if self._ahead else 0.0
         if self._worth and began and not done.shape.tiles:
             self._worth.note(done.shape.decode, time.monotonic() - began)

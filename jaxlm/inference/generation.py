@@ -100,13 +100,13 @@ class Generation:
         return self.tokens if scored is None else self.tokens[: scored + 1]
 
     def decode(self, run: "DecodeRun") -> None:
-        """Take note of a run that is dispatched: it adds a token at least, if it begins below its limit."""
+        """Count a run that is dispatched: it reads a token at least, if it begins below its limit."""
         self.computed += self.computed < run.limit
         self.reach = max(self.reach, min(self.reach + 1 + run.drafts, run.limit))
 
     def settle(self) -> None:
-        """Of a generation that has pages: compute how many tokens are dispatched, which are all but the last of those
-        that were read back and what pending runs add."""
+        """Count anew what is dispatched of a generation with pages: all tokens that were read back but the last, and
+        what pending runs read."""
         self.computed = self.reach = len(self.tokens) - 1
         for run in self.pending:
             assert isinstance(run, DecodeRun), "a chunk draws before any run"

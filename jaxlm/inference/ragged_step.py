@@ -65,12 +65,12 @@ class NextTokens(NamedTuple):
 
     def rows(self, slot_Q: jax.Array, draft_Q: jax.Array, limit_Q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the token and the position of each row of runs that decode (`Batch`), and whether it is read: below
-        its limit, and a draft only where one is foreseen."""
+        its limit, and a draft only where one is foreseen. No row of another kind is."""
         token_Q, position_Q = self.last_S[slot_Q], self.length_S[slot_Q] - 1 + draft_Q
         if drafts := self.draft_SK.shape[1]:
             draft_QK = self.draft_SK[slot_Q, jnp.clip(draft_Q - 1, 0, drafts - 1)]
             token_Q = jnp.where(draft_Q > 0, draft_QK, token_Q)
-        return token_Q, position_Q, (position_Q < limit_Q) & (token_Q != NO_DRAFT)
+        return token_Q, position_Q, (limit_Q > 0) & (position_Q < limit_Q) & (token_Q != NO_DRAFT)
 
 
 class SlotState(NamedTuple):

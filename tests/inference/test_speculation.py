@@ -170,7 +170,7 @@ def test_five_hundred_random_requests_have_the_same_texts(stories, speculates, c
 
 
 def test_another_model_may_draw_the_drafts():
-    """Of another vocabulary size and other layers; its drafts are wrong, and cost nothing but time."""
+    """A model of another vocabulary size and other layers, whose drafts are wrong and cost nothing but time."""
     mesh = meshes.make()
     model = model_fixtures.model(context_length=96, num_layers=1)
     other = model_fixtures.model(context_length=96, num_layers=2, vocab_size=model.vocab_size + 3)

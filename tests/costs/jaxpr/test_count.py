@@ -23,6 +23,7 @@ from jaxlm.costs.counted.drawing import draw_work
 from jaxlm.costs.jaxpr.count import count, count_jaxpr
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.programs import EnginePrograms
+from jaxlm.inference.ragged_step import DrawRows, NextTokens
 from jaxlm.inference.requests import GREEDY, Sampling
 from jaxlm.inference.sampling import row_sampling
 from jaxlm.inference.settings import EngineSettings
@@ -294,8 +295,8 @@ def test_loops_over_data_run_as_often_as_their_arguments_say(family):
     batch.position_R[:] = 5, 40, 90, -1
     loops = {loop_name(1, None): 3, loop_name(1, 5): 1}
     program = hlo.parse(step.compile().as_text(), loops)
-    jaxpr, (parameters, pages, last, _, valid) = step.trace().jaxpr.jaxpr, step.operands
-    given = jax.tree.leaves((parameters, pages, last, batch, valid))
+    jaxpr, (parameters, pages, _, _, valid) = step.trace().jaxpr.jaxpr, step.operands
+    given = jax.tree.leaves((parameters, pages, NextTokens.empty(5), batch, valid))
     assert count_jaxpr(jaxpr, arguments=given).matmul_flops == program_flops(program)
 
 
@@ -365,10 +366,10 @@ def test_a_draw_is_counted_as_the_engine_s_program(how, platform):
     model = model_fixtures.model(vocab_size=300)
     programs = EnginePrograms.of(model, meshes.make(), jnp.dtype("float32"), EngineSettings(slots=7, page=32))
     state = programs.empty_state()._replace(how=row_sampling([how] * 8, 0))
-    _, logits, _, _, valid = programs.draw(7).operands
+    _, logits, _, valid = programs.draw(7).operands
     ids = np.arange(7, dtype=np.int32)
     jaxpr = programs.draw(7).trace().jaxpr.jaxpr
-    given = jax.tree.leaves((state, logits, ids, ids, valid))
+    given = jax.tree.leaves((state, logits, DrawRows(ids, 0 * ids, 0 * ids, ids), valid))
     cost = count_jaxpr(jaxpr, arguments=given, platform=platform)
     assert draw_work(7, 300, how, platform) == (cost.flops, cost.bytes_in + cost.bytes_out)
     assert (cost.flops == 0) == (how == GREEDY)

@@ -94,8 +94,9 @@ class Traversal(NamedTuple):
     saved: Sequence[str] | None
 
 
-def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = None) -> Traversal:
+def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = None, in_loop: bool = True) -> Traversal:
     """Return the way of a pass through the layers; `entries` are the layers of each entry of its cache, if it has one.
+    `in_loop`: whether equal layers run in a loop.
 
     Passes differ here, and nowhere else:
 
@@ -104,6 +105,8 @@ def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = N
     - With a cache, only equal blocks do, and nothing is sliced: a slice would be a copy of parameters.
     - Unrolled layers run one by one.
     - A recording has one body for each block of a loop of the recorded pass, and marks layers as what may run again.
+      If that pass writes layers out, the first layer of each block has a body of its own: gradients may not reach what
+      it reads, although they reach its result and so all later layers.
     """
     is_recorded, blocks = is_recording(), groups.blocks
     keys: Sequence[Any] = [traced_structure(block) for block in blocks] if entries is None else blocks
@@ -111,6 +114,8 @@ def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = N
     if is_recorded:
         ranges = [(start, start + period * repeats) for ((start, period, repeats),) in sections]
         sections = [segments(blocks[start:end], start) for start, end in ranges]
+        if not in_loop:
+            sections = [[part] for section in sections for segment in section for part in _first_apart(segment)]
     of_stack = places(dict(groups.stacks))
     of_entry = places({"layers": range(len(blocks))} if entries is None else entries)
 
@@ -130,6 +135,13 @@ def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = N
         slices=entries is None and not is_recorded,
         saved=None if keeps_all else () if isinstance(remat, str) else remat,
     )
+
+
+def _first_apart(segment: Segment) -> list[Segment]:
+    """Return a segment as its first period and the others."""
+    start, period, repeats = segment
+    first, others = Segment(start, period, 1), Segment(start + period, period, repeats - 1)
+    return [first, others] if others.repeats else [first]
 
 
 def copied(groups: Groups) -> dict[str, Fraction]:
@@ -153,8 +165,9 @@ def through(
       execution: remat is per layer; unless `in_loop` all layers are written out.
       entries: the layers of each entry of a cache that keeps something.
     """
-    way, trees = traversal(groups, execution.remat, entries), groups.trees(stacks)
-    loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, execution.in_loop)
+    way, trees = traversal(groups, execution.remat, entries, execution.in_loop), groups.trees(stacks)
+    scan = execution.in_loop or is_recording()
+    loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, scan)
     results: list[tuple[Auxiliary, ...]] = []
     for section in way.sections:
 

@@ -1,7 +1,5 @@
 """Costs of a step with adapters: counted from its recording, as its program has them."""
 
-import platform
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -11,6 +9,7 @@ import meshes
 import model_fixtures
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from markers import ELSEWHERE
 from matrices import sampled
 from workload_fixtures import workload
 
@@ -22,36 +21,58 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import parameter_counts
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import collectives, hlo, targets
+from jaxlm.lowering import collectives, hlo, report
 from jaxlm.lowering.programs import step_programs
+from jaxlm.lowering.targets import devices as devices_of
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.layout import AXES, Layout
 from jaxlm.training.step import TrainStep
 
 CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
-MODELS = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+MODELS = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED, "mixture": model_fixtures.MIXTURE}
 # Under one layer the embeddings do not train: attention has the gradients alone that lead to an adapter.
 ONE_LAYER = {"query": ("*/attention/query",), "key": ("*/attention/key",), "value": ("*/attention/value",)}
 TARGETS = {"all": ("*",), "some": ("*/attention/value", "*/down"), "gate": ("*/up",)}
+# Of attention by XLA, the products of some gradients run; in the first layer, those of adapters alone.
+OF_ATTENTION = {**{name: (f"*/attention/{name}",) for name in ("query", "key", "value", "output")}, "all": ("*",)}
+OF_ATTENTION["two"] = "*/attention/query*", "*/attention/value"
 REMAT = {"none": "none", "full": "full", "some": ("query", "up")}
+LOOP = {"loop": True, "written": False}
 
 
 @pytest.mark.parametrize(
-    "name, targets, remat, platform",
+    "name, targets, remat, platform, layers",
     sampled(
         [
-            pytest.param(name, targets, remat, platform)
+            pytest.param(name, targets, remat, platform, layers)
             for name in MODELS
             for targets in TARGETS
             for remat in REMAT
             for platform in CHIPS
+            for layers in LOOP
+            if name != "mixture" or targets == "all"  # its experts have no adapters
         ],
-        ["llama-all-full-gpu", "gpt2-some-none-tpu", "gemma-all-some-gpu"],
+        [
+            *("llama-all-full-gpu-loop", "gpt2-some-none-tpu-loop", "gemma-all-some-gpu-written"),
+            *("latent-all-none-gpu-written", "mixed-gate-full-tpu-written", "mixture-all-none-tpu-written"),
+        ],
     ),
 )
-def test_every_product_is_counted(name, targets, remat, platform):
-    """To the last FLOP, and the optimizer's state to the last byte."""
-    _check_counts(MODELS[name], TARGETS[targets], REMAT[remat], platform)
+def test_every_product_is_counted(name, targets, remat, platform, layers):
+    """To the last FLOP, and the optimizer's state to the last byte. In a first layer that is written out no gradient is
+    computed of what it reads, since nothing before it trains."""
+    _check_counts(MODELS[name], TARGETS[targets], REMAT[remat], platform, scan_layers=LOOP[layers])
+
+
+@pytest.mark.parametrize(
+    "targets, remat, layers",
+    sampled(
+        [pytest.param(targets, remat, layers) for targets in OF_ATTENTION for remat in REMAT for layers in LOOP],
+        ["two-none-written", "value-full-written", "query-some-loop"],
+    ),
+)
+def test_every_product_of_xla_is_counted(targets, remat, layers):
+    _check_counts(MODELS["qwen3"], OF_ATTENTION[targets], REMAT[remat], "gpu", scan_layers=LOOP[layers], kernels="xla")
 
 
 @pytest.mark.parametrize("platform", CHIPS)
@@ -60,11 +81,11 @@ def test_attention_has_the_gradients_that_are_asked_for(targets, platform):
     _check_counts({**MODELS["llama"], "num_layers": 1}, ONE_LAYER[targets], "none", platform)
 
 
-def _check_counts(settings, targets, remat, platform):
+def _check_counts(settings, targets, remat, platform, **execution):
     wide = {"nope_dim": 8} if settings["attention"].get("kind") == "latent" else {"head_dim": 16}
     model = model_fixtures.model(settings, attention={**settings["attention"], **wide})
     lora = LoraConfig(rank=4, targets=targets)
-    changes = {"remat": remat, "kernels": "auto", "microbatches": 2}
+    changes = {"remat": remat, "kernels": "auto", "microbatches": 2, **execution}
     steps = TrainStep(
         model, *model_fixtures.sections(dtype="bfloat16", **changes), model_fixtures.optimization(), lora=lora
     )
@@ -84,6 +105,43 @@ def _check_counts(settings, targets, remat, platform):
     counts = parameter_counts(work)
     assert counts["trainable"] == sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
     assert counts["total"] - counts["trainable"] == sum(leaf.size for leaf in jax.tree.leaves(state.base))
+
+
+@ELSEWHERE
+@pytest.mark.parametrize(
+    "name, targets, remat, chips, layers",
+    sampled(
+        [
+            pytest.param(name, targets, remat, chips, layers)
+            for name in ("llama", "latent", "mixture")
+            for targets in ("all", "some")
+            for remat in ("none", "full")
+            for chips in ("h200-sxm", "tpu-v5e")
+            for layers in LOOP
+        ],
+        ["llama-some-none-tpu-v5e-written"],
+    ),
+)
+def test_the_compiled_program_computes_what_is_counted(name, targets, remat, chips, layers):
+    target = Target.parse(f"{chips}:1")
+    lora = LoraConfig(rank=4, targets=TARGETS[targets][: 1 if name == "mixture" else None])
+    changes = {"dtype": "bfloat16", "remat": remat, "scan_layers": LOOP[layers], "kernels": "xla"}
+    experiment = model_fixtures.experiment(model_fixtures.model(MODELS[name]), lora=lora, **changes)
+    found = report.compile(experiment, "train", target, meshes.make(devices=devices_of(target))).report
+    assert found.flops == found.counted_flops
+
+
+@pytest.mark.parametrize("layers", LOOP)
+def test_frozen_embeddings_and_norms_ask_for_no_gradient(layers):
+    """Of what the first layer's queries, keys and values read, where that layer is written out."""
+    model, frozen = model_fixtures.model(MODELS["llama"]), ["embedding", "*norm*"]
+    counts = [
+        workload("train", model, 8, model_fixtures.CONTEXT, frozen=paths, scan_layers=LOOP[layers], kernels="xla")
+        for paths in ([], frozen)
+    ]
+    whole, some = (sum(op.times * op.flops for op in operations.step(work)) for work in counts)
+    of_projections = 2 * 8 * model_fixtures.CONTEXT * model.d_model * (32 + 16 + 16)
+    assert whole - some == (of_projections if layers == "written" else 0)
 
 
 def test_a_base_is_held_once_and_has_no_gradients():
@@ -122,13 +180,11 @@ def test_a_mesh_shards_adapters_with_what_they_adapt():
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
-)
+@ELSEWHERE
 def test_what_crosses_tensor_is_counted():
     """Within 5 % of a program for GPUs, which makes an all-reduce of some reduce-scatters. In the backward pass the
     gradients of one stream by several adapted matrices are one sum."""
-    mesh = meshes.make(1, 2, 2, devices=targets.devices(Target.parse("h200-sxm:4")))
+    mesh = meshes.make(1, 2, 2, devices=devices_of(Target.parse("h200-sxm:4")))
     model, lora, rows = model_fixtures.model(vocab_size=2048), LoraConfig(rank=4), 32
     experiment = model_fixtures.experiment(model, lora=lora, dtype="bfloat16", batch=rows, kernels="xla")
     program = hlo.parse(step_programs(experiment, "train", mesh).step.trace().lower().compile().as_text())

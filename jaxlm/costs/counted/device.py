@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import ROWS, Workload
-from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import DoorCost, Local, LocalArray
 from jaxlm.models.execution_config import Remat
 from jaxlm.models.logical_axes import Axes
-from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.rules import Placement, together
-from jaxlm.training.config import ObjectiveConfig
 
 
 class _PlacedArray(NamedTuple):
@@ -35,7 +32,7 @@ class DeviceStep:
         self.answers: dict[tuple, Any] = {}
         layout, dtypes = work.representative().layout, (work.dtype, work.page_dtype)
         if work.kind == "train":
-            forward: tuple[Any, ...] = work.model, work.sequence, work.dropout, work.lora, work.objective
+            forward = _recorded(work)
             self.recording, self._sections = recorder.record(*forward), ()
         else:
             forward = work.model, work.page
@@ -48,9 +45,7 @@ class DeviceStep:
     def trained(self) -> frozenset[int]:
         """The values that gradients reach; none in inference."""
         work = self.work
-        if work.kind != "train":
-            return frozenset()
-        return _trained(work.model, work.sequence, work.dropout, work.lora, work.objective, work.frozen)
+        return _trained(work.frozen, *_recorded(work)) if work.kind == "train" else frozenset()
 
     @cached_property
     def layered(self) -> frozenset[str]:
@@ -211,13 +206,13 @@ def replicated_kv_heads(work: Workload) -> list[int]:
     return sorted({heads for use in step.recording.uses if (heads := step.copied_heads(use))})
 
 
+def _recorded(work: Workload) -> tuple[Any, ...]:
+    """Return the arguments of the recording of a training step. Only where something does not train may gradients pass
+    the first layer otherwise than the layers after it."""
+    in_loop = work.execution.in_loop or not work.frozen
+    return work.model, work.sequence, work.dropout, work.lora, work.objective, in_loop
+
+
 @functools.lru_cache(maxsize=256)
-def _trained(
-    model: ModelConfig,
-    sequence: int,
-    dropout: bool,
-    lora: LoraConfig | None,
-    objective: ObjectiveConfig,
-    frozen: Set[str],
-) -> frozenset[int]:
-    return recorder.record(model, sequence, dropout, lora, objective).trained(frozen)
+def _trained(frozen: Set[str], *recorded: Any) -> frozenset[int]:
+    return recorder.record(*recorded).trained(frozen)

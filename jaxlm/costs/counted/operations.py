@@ -175,7 +175,7 @@ def _gradients(
         return
     for op, declared in zip(products, cost.products, strict=True):
         operands = use.operands[0], use.operands[1 if declared.weight is None else declared.weight]
-        computed = [declared.all_gradients or operand in device.trained for operand in operands]
+        computed = declared.gradients or [operand in device.trained for operand in operands]
         gradients = itertools.compress(op.product.gradients(), computed)
         yield from (op.in_phase("backward", product) for product in gradients)
 

@@ -31,6 +31,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.door import MARKER, Marker
 from jaxlm.models.doors.elementwise import BETWEEN_DOORS, READS
+from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
@@ -170,9 +171,11 @@ def record(
     dropout: bool,
     lora: LoraConfig | None = None,
     of_text: ObjectiveConfig = _NEXT_TOKEN,
+    in_loop: bool = True,
 ) -> Recording:
     """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters, up
-    to its objective of text.
+    to its objective of text. Unless `in_loop` the layers are written out, and the first of equal ones is recorded apart
+    from the others.
 
     Raises InputError for a product outside of the doors (`jaxlm.models.doors`).
     """
@@ -180,7 +183,8 @@ def record(
 
     def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
         module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
-        hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
+        mask, execution = packed_causal_mask(tokens), ExecutionConfig(scan_layers=in_loop)
+        hidden, _, _ = module.hidden(tokens, tokens, mask, dropout=dropped, execution=execution)
         batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
         losses = objective(of_text, TrainingConfig(sequence=sequence)).sums(module, hidden, batch).losses
         return functools.reduce(operator.add, losses.values())

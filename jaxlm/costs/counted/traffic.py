@@ -108,7 +108,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             yield Collective("all-gather", axes, times * backward, gathered, "layers", "backward", part * times)
             yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers", "backward", waits, True)
     # Gradients of vectors are accumulated in float32.
-    whole: dict[tuple[str, tuple[str, ...]], int] = {}
+    whole: dict[tuple[str, tuple[str, ...], int | None], int] = {}  # layers of several kinds may share a stack
     for use in recording.uses if train else ():
         for i, value in enumerate(use.operands):
             path = recording.parameters.get(value)
@@ -120,9 +120,9 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             is_matrix = product is not None and product.weight == i
             array = device.local(use).operands[i].bytes * (1 if is_matrix else 4 // work.itemsize)
             parts = work.layout.over(name for name in summed if name in stored_over)
-            whole[path, left] = use.times * array // parts
+            whole[path, left, use.layer] = use.times * array // parts
     vectors: Counter[tuple[str, ...]] = Counter()
-    for (_, left), size in whole.items():
+    for (_, left, _), size in whole.items():
         vectors[left] += size
     for left, size in vectors.items():
         yield Collective("all-reduce", left, each, size, "vectors", "backward")

@@ -113,8 +113,8 @@ def _products(sizes: _Sizes, queries: int, keys: int, visible: VisibleFraction) 
     B, _, _, K, G, H, V = sizes
     scores, pv = Product(B * K, G * queries, H, keys), Product(B * K, G * queries, keys, V)
     return (
-        DoorProduct(scores, 0, scope="scores", all_gradients=True, visible=visible),
-        DoorProduct(pv, 0, scope="pv", all_gradients=True, visible=visible),
+        DoorProduct(scores, 0, scope="scores", visible=visible),
+        DoorProduct(pv, 0, scope="pv", visible=visible),
     )
 
 
@@ -142,11 +142,14 @@ def _by_xla(local: Local, sizes: _Sizes) -> DoorCost:
     B, T, S, K, G, H, V = sizes
     itemsize, window, cap = query.itemsize, local.options["window"], bool(local.options["soft_cap"])
     visible, products, scores = visible_fraction(T, S, window), [], 0
+    wants_scores = query.is_trained or key.is_trained
+    wants_weights = wants_scores or (local.options["sinks"] and local.operands[3].is_trained)
+    gradients = (query.is_trained, key.is_trained), (wants_weights, value.is_trained)
     for queries, keys in _parts(local, sizes):
         rows, numbers = itemsize * B * (queries * G + keys) * K, B * K * G * queries * keys
         widths = (H, 4), (V, itemsize)  # and the bytes of a score before the softmax, of a weight after it
-        for product, (width, each) in zip(_products(sizes, queries, keys, visible), widths, strict=True):
-            products.append(product._replace(bytes=rows * width, unfused=each * numbers))
+        for product, (width, each), of in zip(_products(sizes, queries, keys, visible), widths, gradients, strict=True):
+            products.append(product._replace(bytes=rows * width, unfused=each * numbers, gradients=of))
         scores += numbers
     passes = [loop(_SOFTMAX, query, "softmax", scores, kind="scores")]
     passes += [loop(_SOFT_CAP, query, "softmax", scores, kind="scores")] * cap

@@ -127,7 +127,7 @@ class DoorProduct(NamedTuple):
       unfused: bytes more that it moves where its result goes through memory between it and what is fused into it.
       weight: the operand of the door that it multiplies by, where that is a parameter.
       scope: in that of the door.
-      all_gradients: both of its gradients are computed, whoever asks for one.
+      gradients: whether the gradient of each of its operands is computed; None: of those that train.
       visible: of its scores, which stay inside the door: the backward pass asks for them again, whatever is kept.
       times: so many in a use of the door.
       groups: the number of groups of its rows, each with a matrix of its own; None of a product with one matrix.
@@ -138,7 +138,7 @@ class DoorProduct(NamedTuple):
     unfused: int = 0
     weight: int | None = None
     scope: str = ""
-    all_gradients: bool = False
+    gradients: tuple[bool, bool] | None = None
     visible: VisibleFraction | None = None
     times: int = 1
     groups: int | None = None

@@ -98,7 +98,7 @@ def _in_chunks(local: Local, product: Product) -> DoorCost:
     hidden, table = local.operands[:2]
     _, all_tokens, width, all_labels = product
     (number, tokens), labels = chunks.chunk(all_tokens, all_labels), chunks.padded(all_labels)
-    padded = with_traffic(Product(1, number * tokens, width, labels), local)._replace(all_gradients=True)
+    padded = with_traffic(Product(1, number * tokens, width, labels), local)._replace(gradients=(True, True))
     sizes = tokens, labels, local.options["soft_cap"]
     once = KernelCost(*map(sum, zip(statistics_cost(*sizes), gradient_cost(*sizes, hidden.dtype), strict=True)))
     loss = LossWorkspace(

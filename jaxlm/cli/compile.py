@@ -120,11 +120,10 @@ def _print_step(report: "Report") -> None:
         counted = report.counted_kernel_flops
         same = "as counted" if math.isclose(report.kernel_flops, counted) else f"counted {counted:.5g}"
         table.add("FLOPs, kernels", f"{report.kernel_flops:.5g} declared per device: {same}")
-    kernels = sum(map(report.kernel_seconds, report.kernels))
     sent = [report.seconds(collective) for collective in report.collectives]
     table.add(
         "time",
-        f"{seconds(kernels)} of kernels on the roofline, {seconds(sum(s for s in sent if s))} of collectives "
+        f"{seconds(report.roofline_s)} of kernels on the roofline, {seconds(sum(s for s in sent if s))} of collectives "
         f"(counted {seconds(report.plan.time.lower_bound)} to {seconds(report.plan.time.upper_bound)})",
     )
     if (draw := report.draw) is not None:
@@ -132,7 +131,8 @@ def _print_step(report: "Report") -> None:
         exchanged = f", {seconds(sum(s for s in sent if s))} of collectives" if sent else ""
         temporaries = units.memory(draw.memory.temporaries)
         took = seconds(draw.compile_s)
-        table.add("draw", f"a program of its own, compiled in {took}: {temporaries} of temporaries{exchanged}")
+        kernels = f"{seconds(draw.roofline_s)} of kernels{exchanged}"
+        table.add("draw", f"a program of its own, compiled in {took}: {temporaries} of temporaries, {kernels}")
     table.print()
 
 

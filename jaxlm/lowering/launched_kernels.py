@@ -22,6 +22,10 @@ _NO_ARITHMETIC = _NO_WORK | set(
     "broadcast reshape transpose copy convert slice dynamic-slice dynamic-update-slice concatenate pad gather reverse "
     "fusion dot convolution custom-call select rng-bit-generator".split()
 )
+# Copies that run behind kernels, between device memory and faster memory.
+_COPIES = ("copy-start", "slice-start")
+# Opcodes whose result is their operand.
+_VIEWS = ("bitcast", "get-tuple-element", "copy-done", "slice-done")
 # Opcodes that overwrite part of their first operand, and the number of the operand that they write.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -41,7 +45,8 @@ class LaunchedKernel(NamedTuple):
       matmul_flops: FLOPs of matrix products in one run.
       elementwise_flops: FLOPs of other arithmetic in one run.
       declared_flops: FLOPs of one run that a Pallas kernel declares.
-      bytes: read and written in device memory in one run.
+      bytes: read and written in device memory in one run, also by copies that bring what it reads to faster memory, and
+        take there what it writes.
     """
 
     name: str
@@ -141,11 +146,16 @@ def _all(program: HloProgram, declared: Declared) -> list[tuple[HloComputation, 
 
 
 def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
+    copied = _copied(program)
     for computation, instruction, times in executed(program):
-        opcode = instruction.opcode
-        if opcode in _NO_WORK or controlled(instruction) or _COLLECTIVE_OR_ASYNC.search(opcode):
+        opcode, key = instruction.opcode, (computation.name, instruction.name)
+        if opcode in _COPIES:
+            if key in copied:  # no kernel beside it reads or makes what is copied
+                name = scope(instruction.op_name) or computation.operands(instruction)[0].op_name or instruction.name
+                source = program.source(instruction)
+                yield computation, instruction, LaunchedKernel(name, opcode, source, times, 0, 0, copied[key])
             continue
-        if opcode == "custom-call" and not instruction.kernel:
+        if not _is_kernel(instruction):
             continue
         inside = fused(program, computation, instruction)
         yield (
@@ -159,9 +169,55 @@ def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruct
                 count=times,
                 matmul_flops=sum(instruction_flops(c, i) for c, i in inside),
                 elementwise_flops=sum(_elementwise_flops(c, i) for c, i in inside),
-                bytes=_bytes(program, computation, instruction),
+                bytes=_bytes(program, computation, instruction) + copied[key],
             ),
         )
+
+
+def _is_kernel(instruction: HloInstruction) -> bool:
+    opcode = instruction.opcode
+    if opcode in _NO_WORK or controlled(instruction) or _COLLECTIVE_OR_ASYNC.search(opcode):
+        return False
+    return opcode != "custom-call" or instruction.kernel is not None
+
+
+def _copied(program: HloProgram) -> Counter[tuple[str, str]]:
+    """Return the bytes that copies behind kernels read and write in device memory, by computation and instruction: of
+    what is copied to faster memory the first kernel that reads it, of what is copied out of it the kernel that makes
+    it; otherwise the copy itself.
+
+    A program may begin with what the run before has copied for it at its end: such a copy counts once.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for computation, instruction, _ in executed(program):
+        if instruction.opcode not in _COPIES:
+            continue
+        is_slice, arrays = instruction.opcode == "slice-start", instruction.arrays
+        source, target = (arrays[0], arrays[-2]) if is_slice else (arrays[1], arrays[0])
+        (operand,) = computation.operands(instruction)
+        if target.space:
+            kernel = _first_reader(computation, instruction)
+            if kernel is None and any(user.attribute(_BEFORE) for user in computation.users[operand.name]):
+                continue
+        else:
+            while operand.opcode in _VIEWS:
+                (operand,) = computation.operands(operand)
+            kernel = operand if source.space and _is_kernel(operand) else None
+        moved = target.bytes * ((source.space == 0) + (target.space == 0))
+        if moved:
+            found[computation.name, (kernel or instruction).name] += moved
+    return found
+
+
+# The attribute of a copy that the run before makes.
+_BEFORE = "cross_program_prefetch_index"
+
+
+def _first_reader(computation: HloComputation, instruction: HloInstruction) -> HloInstruction | None:
+    """Return the first reader of an instruction's result, if it is a kernel."""
+    readers = set(_readers(computation, instruction))
+    first = next((each for each in computation.instructions.values() if each.name in readers), None)
+    return first if first is not None and _is_kernel(first) else None
 
 
 def fused(
@@ -252,7 +308,7 @@ def _in_memory(instruction: HloInstruction) -> int:
 def _readers(computation: HloComputation, instruction: HloInstruction) -> Iterator[str]:
     """Yield the names of an instruction's readers; views and tuple elements are followed."""
     for user in computation.users[instruction.name]:
-        if user.opcode in ("bitcast", "get-tuple-element"):
+        if user.opcode in _VIEWS:
             yield from _readers(computation, user)
         else:
             yield user.name

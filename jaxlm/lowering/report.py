@@ -62,10 +62,12 @@ class HeldBuffers(NamedTuple):
 
 
 class DrawReport(NamedTuple):
-    """The draw of tokens after a step of the engine, a program of its own. `draws`: tokens on each shard."""
+    """The draw of tokens after a step of the engine, a program of its own. `draws`: tokens on each shard. `roofline_s`:
+    seconds of its kernels on the roofline."""
 
     draws: int
     compile_s: float
+    roofline_s: float
     memory: CompiledMemory
     collectives: tuple[CompiledCollective, ...]
 
@@ -121,11 +123,14 @@ class Report:
         network = Network(self.plan.target, self.plan.work.layout)
         return collective.count * network.seconds(collective.kind, collective.bytes, collective.axes)
 
+    @property
+    def roofline_s(self) -> float:
+        """The roofline seconds of all kernels on one device, without those of the draw."""
+        return sum(map(self.kernel_seconds, self.kernels))
+
     def kernel_seconds(self, kernel: LaunchedKernel) -> float:
         """Return the roofline seconds of all its runs on one device."""
-        chip = self.plan.target.chip
-        share = 1 / chip.devices_per_chip
-        return kernel.seconds(share * chip.peak(self.plan.work.dtype), share * chip.memory_bytes_per_s)
+        return _roofline(kernel, self.plan)
 
     def row(self) -> dict[str, Any]:
         """Return the report as JSON: `kernels` are Pallas and library calls, `fusions` all kernels, longest first."""
@@ -175,6 +180,12 @@ class Report:
             }
             for c in collectives
         ]
+
+
+def _roofline(kernel: LaunchedKernel, plan: Plan) -> float:
+    chip = plan.target.chip
+    share = 1 / chip.devices_per_chip
+    return kernel.seconds(share * chip.peak(plan.work.dtype), share * chip.memory_bytes_per_s)
 
 
 class FitTrial(NamedTuple):
@@ -316,7 +327,9 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     if draw is not None:
         drawing = hlo.parse(draw.optimised)
         exchanged = tuple(collectives.table(collectives.collectives(drawing, layout)))
-        draw_report = DrawReport(_compiled(work).draws(), draw.seconds, memory_of(draw.compiled, chip), exchanged)
+        seconds = sum(_roofline(kernel, counted) for kernel in launched_kernels.kernels(drawing))
+        needed = memory_of(draw.compiled, chip)
+        draw_report = DrawReport(_compiled(work).draws(), draw.seconds, seconds, needed, exchanged)
         larger = drawing if draw_report.memory.temporaries > memory.temporaries else program
         held_buffers = _held_buffers(program, larger, drawing)
         memory = memory_with_draw(memory, draw_report.memory, programs)

@@ -188,7 +188,7 @@ def _copied(program: HloProgram) -> Counter[tuple[str, str]]:
 
     A program may begin with what the run before has copied for it at its end: such a copy counts once.
     """
-    found: Counter[tuple[str, str]] = Counter()
+    copies: Counter[tuple[str, str]] = Counter()
     for computation, instruction, _ in executed(program):
         if instruction.opcode not in _COPIES:
             continue
@@ -205,8 +205,8 @@ def _copied(program: HloProgram) -> Counter[tuple[str, str]]:
             kernel = operand if source.space and _is_kernel(operand) else None
         moved = target.bytes * ((source.space == 0) + (target.space == 0))
         if moved:
-            found[computation.name, (kernel or instruction).name] += moved
-    return found
+            copies[computation.name, (kernel or instruction).name] += moved
+    return copies
 
 
 # The attribute of a copy that the run before makes.

@@ -133,7 +133,7 @@ def test_the_compiled_program_computes_what_is_counted(name, targets, remat, chi
 
 @pytest.mark.parametrize("layers", LOOP)
 def test_frozen_embeddings_and_norms_ask_for_no_gradient(layers):
-    """Of what the first layer's queries, keys and values read, where that layer is written out."""
+    """The first layer's queries, keys and values read what nothing trained makes. Only written-out layers know it."""
     model, frozen = model_fixtures.model(MODELS["llama"]), ["embedding", "*norm*"]
     counts = [
         workload("train", model, 8, model_fixtures.CONTEXT, frozen=paths, scan_layers=LOOP[layers], kernels="xla")

@@ -39,6 +39,11 @@ class SequencePages:
         self.published, self.tokens = published, published * size
 
 
+    def room(self, size: int) -> int:
+        """Return the tokens that there are pages for, of `size` tokens each."""
+        return min(len(table) for table in self.tables) * size
+
+
 class _Prefix:
     """A prefix of whole pages that may be found: a node of a tree, and the last page's id in each group, or 0."""
 

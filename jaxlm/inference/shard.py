@@ -52,15 +52,17 @@ class Shard:
         """Return how a generation could begin here. Its slot and pages may come from the last of `later`.
 
         Generations in `later` are of lower priority: of one priority the oldest are under way. A page stays free for
-        each generation that stays, so that its next token does not take pages from this generation at once.
+        each generation that stays and may come to need one, so that its next token does not take pages from this
+        generation at once.
         """
         holding = self.pages.match(generation.shareable, generation.salt)
         if self._reads_next_page_of(generation, holding):
             return Admission(self, holding, None, True)
         later = [other for other in reversed(later) if other.shard == self.index]
+        growing = {other.id for other in self.admitted if other.holding.room(self.pages.size) < other.request.most_tokens}
         for count in range(len(later) + 1):
             without = [victim.holding for victim in itertools.islice(later, count)]
-            spare = len(self.admitted) - count
+            spare = len(growing - {victim.id for victim in itertools.islice(later, count)})
             has_room = self.pages.has_room(holding, len(generation.tokens), spare, without)
             if has_room and len(self._slots) + count:
                 return Admission(self, holding, count, False)

@@ -55,16 +55,17 @@ def test_what_cannot_be_measured_is_one_line(arguments, why, capsys):
     assert why in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("given", [{}, {"context": [20]}, {"steps": 3}, {"blocks": 2}], ids=str)
 @pytest.mark.parametrize("longest", [32, 64, 128, 256, 512, 8192])
-def test_sizes_that_are_not_given_fit_into_the_context(given, longest):
+def test_sizes_that_are_not_given_fit_into_the_context(given, longest, rows):
     none = {"context": None, "blocks": None, "steps": None}
-    contexts, blocks, steps = decode._fitting(Namespace(**none | given), longest)
-    assert max(contexts) + (blocks + 1) * steps + 1 <= longest
+    contexts, blocks, steps = decode._fitting(Namespace(**none | given), longest, rows)
+    assert max(contexts) + (blocks + 1) * steps * rows + 1 <= longest
     assert {"context": contexts, "blocks": blocks, "steps": steps} | given == {
         "context": contexts,
         "blocks": blocks,
         "steps": steps,
     }
-    if longest == 8192 and not given:
+    if longest == 8192 and not given and rows == 1:
         assert (contexts, blocks, steps) == ([500], 12, 10)

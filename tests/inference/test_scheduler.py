@@ -593,3 +593,13 @@ def test_one_without_room_on_its_best_shard_begins_on_another():
 def test_sizes_without_sense_are_refused(options):
     with pytest.raises(InputError, match="at least"):
         full(9, **options)
+
+
+def test_as_many_run_together_as_the_pages_hold():
+    """No page stays free for a generation that has pages for all its tokens already."""
+    engine = full(5, size=4, slots=4, chunk=16)
+    for n in range(4):
+        engine.submit([n + 1] * 2, 3)
+    engine.step()
+    assert engine.scheduler.admitted == 4
+    engine.run()

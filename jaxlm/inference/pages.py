@@ -38,7 +38,6 @@ class SequencePages:
         self.tables, self.salt, self.prefix = tables, salt, prefix
         self.published, self.tokens = published, published * size
 
-
     def room(self, size: int) -> int:
         """Return the tokens that there are pages for, of `size` tokens each."""
         return min(len(table) for table in self.tables) * size

@@ -59,7 +59,8 @@ class Shard:
         if self._reads_next_page_of(generation, holding):
             return Admission(self, holding, None, True)
         later = [other for other in reversed(later) if other.shard == self.index]
-        growing = {other.id for other in self.admitted if other.holding.room(self.pages.size) < other.request.most_tokens}
+        size = self.pages.size
+        growing = {other.id for other in self.admitted if other.holding.room(size) < other.request.most_tokens}
         for count in range(len(later) + 1):
             without = [victim.holding for victim in itertools.islice(later, count)]
             spare = len(growing - {victim.id for victim in itertools.islice(later, count)})

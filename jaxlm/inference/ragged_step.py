@@ -211,7 +211,11 @@ def draw(state: SlotState, logits_QV: jax.Array, rows: DrawRows, valid_V: jax.Ar
     history_SL, draft_SK = state.history_SL, state.upcoming.draft_SK
     if history_SL.shape[1]:
         history_SL = history_SL.at[slot_Q, position_Q].set(drawn.token, mode="drop")
-        draft_SK = look_up(history_SL, length_S, drafts)
+        if len(slot_Q) < none:
+            draft_QK = look_up(history_SL[rows.slot_Q], length_S[rows.slot_Q], drafts)
+            draft_SK = draft_SK.at[last_Q].set(draft_QK, mode="drop")
+        else:
+            draft_SK = look_up(history_SL, length_S, drafts)
     counts_SV = constrain(count_drawn(counts_SV, slot_Q, drawn.token), "batch", None)
     upcoming = NextTokens(last_S, length_S, draft_SK)
     return SlotState(upcoming, history_SL, counts_SV, state.how), DrawResults(drawn, is_accepted_Q, is_foreseen_Q)

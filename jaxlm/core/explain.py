@@ -11,6 +11,19 @@ from jaxlm.core.moved_keys import RENAMED
 from jaxlm.core.schema import InWords, Section, chosen, kind_of, sections_at
 
 
+def message_of(error: Any) -> str:
+    """Return what one of pydantic's errors says, without the words that pydantic puts before a validator's own."""
+    if error["type"] in ("value_error", "assertion_error"):
+        return str(error["ctx"]["error"])
+    return f"{error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def first_line(error: ValidationError) -> str:
+    """Return pydantic's first error as "key: what it says"; what it says alone where it is of no single key."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), message_of(first)]))
+
+
 def explain(error: ValidationError, whole: type[Section], values: dict[str, Any], filled: set[str]) -> str:
     """Return pydantic's first error, with all unknown and all missing keys, as one line about the keys of a file.
 
@@ -44,8 +57,8 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
             missing, others = _split(others, "missing")
             line = f"{_listed([key, *map(named, missing)])} {'are' if missing else 'is'} missing"
         case "value_error":
-            said = str(context["error"])
-            line = said if not key or f"{key}." in said else f"{key}: {said}"
+            text = message_of(first)
+            line = text if not key or f"{key}." in text else f"{key}: {text}"
         case "union_tag_invalid":
             line = f"{key}.kind = {context['tag']!r} is none of {context['expected_tags']}"
         case "union_tag_not_found":
@@ -59,7 +72,7 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
         case "tuple_type":
             line = f"{key}{shown} must be a list"
         case _:
-            line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
+            line = f"{key}{shown}: {message_of(first)}"
     missing, others = _split(others, "missing")
     line += f" (missing too: {_listed(list(map(named, missing)))})" if missing else ""
     return line + (f" (and {len(others)} more)" if others else "")

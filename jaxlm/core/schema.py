@@ -64,7 +64,7 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         booleans = [name for name, value in values.items() if isinstance(value, bool)]
-        kinds = {name: _types_in(cls.model_fields[name].annotation) for name in booleans if name in cls.model_fields}
+        kinds = {name: types_in(cls.model_fields[name].annotation) for name in booleans if name in cls.model_fields}
         numbers = {name for name, types in kinds.items() if types & {int, float} and bool not in types}
         return {**values, **{name: str(values[name]).lower() for name in numbers}}
 
@@ -141,9 +141,9 @@ class Kinds:
         return section.model_validate(value)
 
 
-def _types_in(annotation: Any) -> set[Any]:
+def types_in(annotation: Any) -> set[Any]:
     """Return an annotation and all its type arguments, recursively."""
-    return {annotation}.union(*map(_types_in, get_args(annotation)))
+    return {annotation}.union(*map(types_in, get_args(annotation)))
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

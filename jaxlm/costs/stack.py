@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import message_of
 from jaxlm.core.schema import Section, merged
 from jaxlm.costs.hardware.sustained import attention_kernels
 
@@ -120,8 +121,7 @@ def stack_of(name: str | None = None, changes: Mapping[str, Any] | None = None) 
         if first["type"] == "extra_forbidden":
             known = [*Stack.model_fields, *(f"pipeline.{each}" for each in Pipeline.model_fields)]
             raise InputError(f"{key!r} is no key of a stack; {_nearest(key, known)}") from None
-        said = first["msg"].removeprefix("Value error, ").lower()
-        raise InputError(f"{key or 'pipeline'} of a stack: {said}") from None
+        raise InputError(f"{key or 'pipeline'} of a stack: {message_of(first)}") from None
     kernels = [*attention_kernels(), "unfused"]
     if stack.attention is not None and stack.attention not in kernels:
         raise InputError(f"there is no attention kernel {stack.attention!r}; {_nearest(stack.attention, kernels)}")

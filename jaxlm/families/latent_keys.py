@@ -33,9 +33,6 @@ class LatentScores:
         if not isinstance(scaling, Mapping):
             return {}  # refused where positions are read
         slope, factor = (scaling.get(key) for key in ("mscale_all_dim", "factor"))
-        for key, value in (("mscale_all_dim", slope), ("factor", factor)):
-            if value is not None and type(value) not in (int, float):
-                raise InputError(f"{where}: {key} = {value!r} of the rotary positions must be a number")
         _, nope_dim, rope_dim = _sizes(values, where)
         scale = _scale(nope_dim + rope_dim, slope, factor)
         return {} if scale is None else {"attention": {"scale": scale}}

@@ -47,7 +47,7 @@ class LayerKinds:
             entries.pop(key, None)
         if window is None:
             kinds = [_FULL] * layers
-        rotated = self._rotated(entries, kinds, window)
+        rotated = self._rotated(entries, kinds, window, where)
         if self.rotates == "listed" and window is not None and not typed:  # SmolLM3's two kinds
             kinds = [_FULL if rotates else _SLIDING for rotates in rotated]
         unrotated = {"kind": "none"}
@@ -84,13 +84,17 @@ class LayerKinds:
             raise InputError(f"{family.name} rotates other layers")
         return entries
 
-    def _rotated(self, entries: dict[str, Any], kinds: Sequence[str], window: int | None) -> list[bool]:
+    def _rotated(
+        self, entries: dict[str, Any], kinds: Sequence[str], window: int | None, where: str = ""
+    ) -> list[bool]:
         """Return whether each layer has rotary positions."""
         if self.rotates == "windowed" or (self.rotates == "windowed or all" and window is not None):
             return [kind == _SLIDING for kind in kinds]
         if self.rotates == "listed":
             every = entries.pop("no_rope_layer_interval", None) or len(kinds) + 1
             listed = entries.pop("no_rope_layers", None) or [(layer + 1) % every for layer in range(len(kinds))]
+            if not isinstance(listed, list) or len(listed) != len(kinds):
+                raise InputError(f"{where}: no_rope_layers = {listed!r}; it must be a list of {len(kinds)} layers")
             return [bool(rotates) for rotates in listed]
         return [True] * len(kinds)
 
@@ -149,13 +153,17 @@ def _kinds(entries: dict[str, Any], layers: int, where: str) -> list[str]:
     window, types = entries.get("sliding_window"), entries.pop("layer_types", None)
     if entries.get("use_sliding_window") is False:
         entries["sliding_window"] = window = None
+    every = entries.get("sliding_window_pattern") or entries.get("_sliding_window_pattern")
+    if every and not (set(every) <= set("LG") if isinstance(every, str) else type(every) is int):
+        raise InputError(f"{where}: sliding_window_pattern = {every!r}; it must be a whole number, or letters L and G")
     if types is not None:
+        if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+            raise InputError(f"{where}: layer_types = {types!r}; it must be a list of the kinds of the layers")
         if strange := set(types) - set(_KINDS):
             raise InputError(f"{where}: layer_types has {', '.join(sorted(strange))}, which jaxlm does not have")
         if len(types) != layers:
             raise InputError(f"{where}: layer_types names {len(types)} layers, and num_hidden_layers = {layers}")
         return list(types)
-    every = entries.get("sliding_window_pattern") or entries.get("_sliding_window_pattern")
     if isinstance(every, str):  # a letter for each layer of a period: L local, G global
         return [_SLIDING if every[layer % len(every)] == "L" else _FULL for layer in range(layers)]
     if every:

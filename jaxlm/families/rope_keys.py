@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from jaxlm.core.errors import InputError
@@ -10,7 +11,8 @@ from jaxlm.families.family import Family
 from jaxlm.models.config import BlockConfig, ModelConfig
 
 _ORIGINAL = "original_max_position_embeddings"
-_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # which older files have outside of `rope_scaling`
+_PART = "partial_rotary_factor"
+_OUTSIDE = ("rope_theta", _PART)  # which older files have outside of `rope_scaling`
 # Keys of a scaling in config.json and in [model.position.scaling], by its kind.
 _SCALINGS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
@@ -31,6 +33,13 @@ _SCALINGS: dict[str, dict[str, str]] = {
     },
 }
 _OLD_NAMES = {"su": "longrope"}
+TABLES = ("rope_scaling", "rope_parameters")
+LISTS = ("short_factor", "long_factor")
+# The types of the other keys in these tables.
+TYPES: dict[str, type] = {
+    **{key: float for key in (*_OUTSIDE, *chain(*_SCALINGS.values())) if key not in LISTS},
+    **{"truncate": bool, "rope_type": str, "type": str},
+}
 
 
 def read(
@@ -42,7 +51,7 @@ def read(
     name. Raises InputError for a scaling that jaxlm lacks, and where a value in `rope_parameters` would be lost.
     """
     old = {key: entries.pop(key, None) for key in _OUTSIDE}
-    scaling, parameters = (entries.pop(key, None) or {} for key in ("rope_scaling", "rope_parameters"))
+    scaling, parameters = (entries.pop(key, None) or {} for key in TABLES)
     if not (isinstance(scaling, Mapping) and isinstance(parameters, Mapping)):
         raise InputError(f"{where}: rope_scaling and rope_parameters have to be tables, or null")
     local = entries.pop("rope_local_base_freq", None)
@@ -66,6 +75,22 @@ def read(
             )
         tables = {kind: {**old, **(by_kind.get(kind, {}) if by_kind else scalings)} for kind in kinds}
     return {kind: _position(parameters, context, where) for kind, parameters in tables.items()}
+
+
+def check_whole(entries: Mapping[str, Any], family: Family, where: str) -> None:
+    """Raise InputError where a file rotates a part of each head and its family has no key for that: transformers
+    ignores it there without a scaling, and fails with one."""
+    if _PART in family.defaults:
+        return
+    tables = [entries, *(entries.get(key) for key in TABLES)]
+    tables += [inner for table in tables[1:] if isinstance(table, Mapping) for inner in table.values()]
+    for table in tables:
+        part = table.get(_PART) if isinstance(table, Mapping) else None
+        if part not in (None, 1):
+            raise InputError(
+                f"{where}: {_PART} = {part!r}, and {family.name} has 1.0 alone; if no result depends on it, take it "
+                "out of the file"
+            )
 
 
 def stretched(positions: Iterable[Mapping[str, Any]], context: int) -> int:
@@ -120,8 +145,8 @@ def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family)
         if "attention_factor" not in full and full["factor"] == model.context_length / full[_ORIGINAL]:
             factors = {key: full[key] for key in ("short_factor", "long_factor") if key in full}
             entries["rope_scaling"] = {"type": full["rope_type"], **factors}
-    if "partial_rotary_factor" in full:
-        entries["partial_rotary_factor"] = full["partial_rotary_factor"]
+    if _PART in full:
+        entries[_PART] = full[_PART]
     return entries
 
 
@@ -136,7 +161,7 @@ def _position(parameters: dict[str, Any], context: Mapping[str, Any], where: str
     kind = left.pop("rope_type", older)
     kind = _OLD_NAMES.get(kind, kind)
     position: dict[str, Any] = {"kind": "rope", "theta": float(left.pop("rope_theta"))}
-    fraction = left.pop("partial_rotary_factor", 1.0)
+    fraction = left.pop(_PART, 1.0)
     if fraction != 1:
         position["fraction"] = float(fraction)
     if kind != "default":
@@ -174,8 +199,8 @@ def _parameters(block: BlockConfig, family: Family) -> dict[str, Any]:
     part of each head and the family has no key for that."""
     position: Any = block.position
     parameters: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
-    if "partial_rotary_factor" in family.defaults:
-        parameters["partial_rotary_factor"] = position.fraction
+    if _PART in family.defaults:
+        parameters[_PART] = position.fraction
     elif position.fraction != 1:
         raise InputError(f"{family.name} rotates whole heads")
     if (scaling := position.scaling) is not None:

@@ -7,15 +7,16 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.schema import Change, Section, changes, kind_of, merged, shown
-from jaxlm.families import inert, latent_keys, quantized, sparse_layers
+from jaxlm.core.explain import first_line
+from jaxlm.core.schema import merged
+from jaxlm.families import inert, latent_keys, quantized, rope_keys, sparse_layers, value_types
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
-from jaxlm.models.config import MOST_LAYERS, BlockConfig, LayerConfig, ModelConfig
+from jaxlm.families.nearest import computed, why_of_none
+from jaxlm.models.config import MOST_LAYERS, BlockConfig, ModelConfig
 
 _GATED = {"swiglu": "silu"}  # of activations that are named with their gate
-_NAMED = 3  # keys in which a model differs from the nearest family, at most
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -29,8 +30,7 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        why = error.errors()[0]
-        raise InputError(f"{where} describes no model: {'.'.join(map(str, why['loc']))}: {why['msg']}") from None
+        raise InputError(f"{where} describes no model: {first_line(error)}") from None
 
 
 def inert_keys(config: Mapping[str, Any], where: str) -> list[str]:
@@ -44,7 +44,10 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
     quantized.check_method(config, where)
     config = {key: value for key, value in text_of(config).items() if key != quantized.CONFIG_KEY}
     family = named(config.get("model_type"), where)
-    known = {**family.defaults, **_renamed(config, family, where)}
+    given = _renamed(config, family, where)
+    value_types.check(given, family, where)
+    rope_keys.check_whole(given, family, where)
+    known = {**family.defaults, **given}
     entries = {key: value for key, value in known.items() if key not in family.inert}
     values: dict[str, Any] = dict(family.model)
     for key, allowed in family.equal.items():
@@ -99,7 +102,9 @@ def _differing(where: str, key: str, value: Any, other: str, its: Any) -> InputE
 
 
 def config_of(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the config.json of a model in a family, with both spellings of keys that have two."""
+    """Return the config.json of a model in a family, with both spellings of keys that have two. Raises InputError where
+    the family has no keys for it."""
+    model = _on_a_block_of(model, family)
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
@@ -107,43 +112,38 @@ def config_of(model: ModelConfig, family: Family) -> dict[str, Any]:
         "initializer_range": model.initializer_std,
     }
     config |= {key: allowed[0] for key, allowed in family.equal.items()}
-    config |= {key: _value(model, targets[0]) for key, targets in family.config.items()}
+    config |= {key: _value(model, targets[0], family) for key, targets in family.config.items()}
     for composite in family.composites:
         config |= _COMPOSITES[composite].write(model, family)
     return config | {old: config[new] for old, new in family.aliases.items() if new in config}
 
 
+def _on_a_block_of(model: ModelConfig, family: Family) -> ModelConfig:
+    """Return the same model, its own block one of the kinds that the family has, where only an entry of its pattern
+    has them."""
+    kinds = {part: table["kind"] for part, table in family.model.items() if isinstance(table, dict) and "kind" in table}
+
+    def has_them(block: BlockConfig) -> bool:
+        return all(getattr(block, part).kind == kind for part, kind in kinds.items())
+
+    other = None if has_them(model) else next(filter(has_them, model.layers), None)
+    return model if other is None else model.based_on(other)
+
+
 def family_of(model: ModelConfig) -> Family:
-    """Return the family that a model can be published in, the plainest of several. Raises InputError for none."""
-    unlike: dict[str, list[Change]] = {}
+    """Return the family that a model can be published in, the plainest of several. Raises InputError for none; it names
+    the nearest, and the keys in which the model differs."""
+    tried: list[tuple[Family, ModelConfig | str]] = []
     for family in families().values():
         try:
             published = model_of(config_of(model, family), family.name)
-        except (InputError, AttributeError):
+        except (InputError, AttributeError) as error:  # of a part that this model has not
+            tried.append((family, str(error) if isinstance(error, InputError) else "it has other parts"))
             continue
         if _alike(published, model):
             return family
-        unlike[family.name] = list(changes(published.model_dump(mode="json"), model.model_dump(mode="json")))
-    raise InputError(
-        f"this [model] is none of {', '.join(families())}, and cannot be exported{_why_of_none(model, unlike)}"
-    )
-
-
-def _why_of_none(model: ModelConfig, unlike: Mapping[str, list[Change]]) -> str:
-    """Return the kind of a part of a plug-in, which no family has, or else the keys in which a model differs from the
-    nearest family; nothing where they are many."""
-    for name, part in model:
-        if isinstance(part, Section) and not type(part).__module__.startswith("jaxlm."):
-            return f": model.{name}.kind = {kind_of(type(part))!r} is in none"
-
-    def distance(family: str) -> tuple[int, int]:
-        return sum(change.key.endswith("kind") for change in unlike[family]), len(unlike[family])
-
-    nearest = min(unlike, key=distance, default=None)
-    if nearest is None or len(unlike[nearest]) > _NAMED:
-        return ""
-    keys = (f"model.{key} = {shown(now)} and not {shown(published)}" for key, published, now in unlike[nearest])
-    return f": it differs from the nearest, {nearest}, in {', '.join(keys)}"
+        tried.append((family, published))
+    raise InputError(f"this [model] is of no family, and cannot be exported: {why_of_none(model, tried)}")
 
 
 def _alike(one: ModelConfig, other: ModelConfig) -> bool:
@@ -160,12 +160,6 @@ def _alike(one: ModelConfig, other: ModelConfig) -> bool:
     return next(of_layers) == next(of_layers) and one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
 
 
-def computed(block: BlockConfig) -> dict[str, Any]:
-    """Return the keys of a block that inference reads."""
-    parts = {name: part.training_keys for name, part in block if isinstance(part, LayerConfig)}
-    return block.model_dump(exclude={name: set(keys) for name, keys in parts.items() if keys})
-
-
 def _either(allowed: tuple[Any, ...]) -> str:
     return " or ".join(map(repr, allowed))
 
@@ -176,9 +170,11 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _value(model: ModelConfig, dotted: str) -> Any:
+def _value(model: ModelConfig, dotted: str, family: Family) -> Any:
     value: Any = model
     for key in dotted.split("."):
+        if value is None:
+            raise InputError(f"{family.name} has model.{dotted.rpartition('.')[0]}, and this model has none")
         value = getattr(value, key)
     return value
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import message_of
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.completion import Completer, TextChunk, completions
 from jaxlm.inference.engine import Engine
@@ -169,5 +170,4 @@ def _read(key: str, value: Any) -> Any:
     try:
         return TypeAdapter(_TYPES.get(key, Any)).validate_python(value)
     except ValidationError as error:
-        why = error.errors()[0]["msg"]
-        raise InputError(f"{_SECTION}.{key} = {value!r}: {why[0].lower()}{why[1:]}") from None
+        raise InputError(f"{_SECTION}.{key} = {value!r}: {message_of(error.errors()[0])}") from None

@@ -540,6 +540,15 @@ class ModelConfig(BlockConfig):
         """Names of the activations of any layer that `execution.remat` may keep."""
         return tuple(dict.fromkeys(name for _, block in self.entries for name in block.activations))
 
+    def based_on(self, block: BlockConfig) -> "ModelConfig":
+        """Return a model of the same layers whose own keys are those of this block, which the pattern then changes."""
+        keys = BlockConfig.model_fields
+        pattern = tuple(
+            PatternEntryConfig.model_validate({"name": name, "layers": entry.layers, **own.model_dump()})
+            for entry, (name, own) in zip(self.pattern, self.entries, strict=True)
+        )
+        return self.model_copy(update={**{key: getattr(block, key) for key in keys}, "pattern": pattern})
+
     def of(self, block: BlockConfig) -> "ModelConfig":
         """Return the model with this block in all layers."""
         return self.model_copy(update={**{key: getattr(block, key) for key in BlockConfig.model_fields}, "pattern": ()})

@@ -14,6 +14,7 @@ from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import message_of
 from jaxlm.inference.requests import MAX_LOGPROBS, MAX_SEED, MIN_SEED, Sampling
 from jaxlm.server.refusals import Refusal
 
@@ -211,7 +212,7 @@ def _refusal(error: ValidationError) -> Refusal:
     errors = error.errors(include_url=False, include_input=False)
     first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _MEMBER.fullmatch(str(part)))
-    message = first["msg"][:1].lower() + first["msg"][1:]
+    message = message_of(first)
     match first["type"]:
         case "json_invalid":
             return Refusal(f"the body is not valid JSON: {message}", code="invalid_json")

@@ -1,12 +1,15 @@
 """Keys of published config.json files: those that change no result are taken, and all others refused."""
 
 import json
+import re
 from pathlib import Path
 
+import loud
 import pytest
 from test_settings import BASES, LLAMA, NEOX
 
 from jaxlm.core.errors import InputError
+from jaxlm.families import inert
 from jaxlm.families.family import families
 from jaxlm.families.settings import inert_keys, model_of
 
@@ -169,3 +172,22 @@ def test_sizes_that_are_left_out_have_the_defaults_of_the_family():
     model = model_of({"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}}, "x")
     assert (model.attention.num_heads, model.attention.num_kv_heads, model.attention.head_dim) == (8, 4, 256)
     assert model.vocab_size == 262208 and model.context_length == 131072
+
+
+@pytest.mark.parametrize("name", loud.names())
+def test_a_value_of_another_type_is_refused_in_one_line_whatever_the_key(name):
+    """A text is no number and no switch, in any key that the family computes with, also one that says a number."""
+    settings = loud.read(name)[0]["config"]
+    of_family = families()[settings["model_type"]]
+    whole = {**of_family.defaults, **settings}
+    for key, value in whole.items():
+        if isinstance(value, bool | int | float) and not inert.is_inert(key, "4") and key not in of_family.inert:
+            for other in (str(value), "x", [4], {"a": 1}):
+                with pytest.raises(InputError) as refused:
+                    model_of(settings | {key: other}, "config.json")
+                assert key in str(refused.value) and "\n" not in str(refused.value), (key, other)
+    table = settings.get("rope_parameters") or {}
+    for key, value in table.items():
+        if isinstance(value, bool | int | float):
+            with pytest.raises(InputError, match=re.escape(f"rope_parameters.{key} = '{value}'; it must be ")):
+                model_of(settings | {"rope_parameters": table | {key: str(value)}}, "config.json")

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from jaxlm.core import plugins
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import message_of
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.sustained import sustained_rates
@@ -75,8 +76,8 @@ def _chip(id: str, figures: Mapping[str, Any], file: str) -> Chip:
         first = (unknown or error.errors())[0]
         key = ".".join(map(str, first["loc"]))
         near = difflib.get_close_matches(key, Chip.model_fields, 1) if unknown else []
-        said = f"unknown key{f'; did you mean {near[0]}?' if near else ''}" if unknown else first["msg"].lower()
-        raise InputError(f"{file}, [{id}]{key and f' {key}'}: {said}") from None
+        line = f"unknown key{f'; did you mean {near[0]}?' if near else ''}" if unknown else message_of(first)
+        raise InputError(f"{file}, [{id}]{key and f' {key}'}: {line}") from None
 
 
 def find(id: str) -> Chip:

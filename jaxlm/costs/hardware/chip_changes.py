@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import message_of
 from jaxlm.core.schema import leaves, merged, sections_in
 from jaxlm.costs.hardware.chips import DTYPES, NO_FIGURES, Chip
 
@@ -49,7 +50,7 @@ def with_figures(chip: Chip, changes: Mapping[str, Any]) -> Chip:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
-        raise InputError(f"{name} of {chip.id}: {first['msg'].lower()}, not {flat.get(name, 'absent')!r}") from None
+        raise InputError(f"{name} of {chip.id}: {message_of(first)}, not {flat.get(name, 'absent')!r}") from None
 
 
 def _nearest(name: str, known: list[str]) -> str:

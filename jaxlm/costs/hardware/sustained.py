@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import first_line
 from jaxlm.core.schema import Section
 
 # (size, rate), ascending by size.
@@ -161,6 +162,5 @@ def sustained_rates() -> dict[str, Sustained]:
         try:
             rates[id] = Sustained.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise InputError(f"sustained.toml, [{id}] {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise InputError(f"sustained.toml, [{id}] {first_line(error)}") from None
     return rates

@@ -17,6 +17,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationE
 
 from jaxlm.core import bundled
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import first_line
 from jaxlm.core.schema import Section, merged
 from jaxlm.costs.deployment import serving_throughput
 from jaxlm.costs.hardware.target import Target
@@ -278,8 +279,7 @@ def read(path: Path = PUBLISHED) -> tuple[list[PublishedCase], dict[str, Any]]:
     try:
         return [PublishedCase.model_validate(case) for case in values["case"]], values.get("models", {})
     except (ValueError, KeyError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else repr(error)
+        said = first_line(error) if isinstance(error, ValidationError) else repr(error)
         raise InputError(f"{path} is no file of published figures: {said}") from None
 
 

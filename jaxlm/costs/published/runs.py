@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import first_line
 from jaxlm.core.schema import Section, merged
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.catalog import find
@@ -138,8 +139,7 @@ def rules() -> tuple[RunRule, ...]:
     try:
         return tuple(RunRule.model_validate(rule) for rule in values["rule"])
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(f"{RULES.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise InputError(f"{RULES.name}: {first_line(error)}") from None
 
 
 def read_runs(path: Path = RUNS) -> list[MeasuredRun]:
@@ -149,8 +149,7 @@ def read_runs(path: Path = RUNS) -> list[MeasuredRun]:
     except FileNotFoundError:
         raise InputError(f"there is no file {path} of measured runs") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else repr(error)
+        said = first_line(error) if isinstance(error, ValidationError) else repr(error)
         raise InputError(f"{path} is no file of measured runs: {said}") from None
 
 
@@ -312,8 +311,7 @@ def _model(run: MeasuredRun, sequence: int) -> ModelConfig:
             }
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        raise NotExpressed(f"no model has these dims: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise NotExpressed(f"no model has these dims: {first_line(error)}") from None
 
 
 def _pattern(window: str) -> Mapping[str, Any]:

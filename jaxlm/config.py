@@ -20,7 +20,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.moved_keys import former, with_present_keys
 from jaxlm.core.plugins import Plugin
-from jaxlm.core.schema import Section, chosen, kind_of, leaves, merged, sections_at
+from jaxlm.core.schema import NONE, Section, chosen, kind_of, leaves, merged, sections_at, without_none
 from jaxlm.data.config import BYTES_VOCABULARY
 from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
@@ -113,7 +113,8 @@ def load(
     values["import"] = [*dict.fromkeys(map(str, (*plugged, *plugins.of_command())))]
     _refuse_sizes_of_training(overridden(overrides), kind)
     _leave_other_kinds(values, file, set(overridden(overrides)))
-    _leave_other_length(values, set(overridden(overrides)))
+    values = without_none(values, [Experiment])
+    _leave_other_length(values, {key for key, value in _overridden(overrides).items() if value != NONE})
     filled = _fill(values)
     try:
         experiment = Experiment.model_validate(values)
@@ -123,6 +124,8 @@ def load(
             hint = "; where a plug-in registers it, give that: --import MODULE"
         raise InputError(f"{path}: {explain(error, Experiment, values, filled)}{hint}") from None
     _check(experiment, kind)
+    if not is_run or "inference.context" in overridden(overrides):  # earlier versions took the model's in its place
+        _check_context(experiment)
     if kind == "train" and not is_run and path.name != PUBLISHED:  # which have a tokenizer, or need none
         _check_new_tokenizer(experiment)
     if installed := plugins.installed_of(type(section).__module__ for section in _sections(experiment)):
@@ -376,6 +379,13 @@ def _check(experiment: Experiment, kind: Kind) -> None:
         )
     if kind == "train":
         check_layout(experiment, experiment.mesh.least())
+
+
+def _check_context(experiment: Experiment) -> None:
+    """Raise InputError where sequences of the engine may be longer than the model's."""
+    context, longest = experiment.inference.context, experiment.model.context_length
+    if context is not None and context > longest:
+        raise InputError(f"inference.context = {context} is longer than model.context_length = {longest}; lower it")
 
 
 def _check_new_tokenizer(experiment: Experiment) -> None:

@@ -2,12 +2,13 @@
 
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, Optional, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers of float32
@@ -25,6 +26,7 @@ def _below_one(value: float) -> float:
     return value
 
 
+NONE = "none"  # the value, in a file or on a command line, of a key that is not set
 COUNT = "[1-9][0-9]{0,5}"  # a pattern for numbers of chips or devices in an option of a command
 Count = Annotated[int, Field(gt=0, lt=2**31)]  # fits in int32, in which JAX counts
 CountFromZero = Annotated[int, Field(ge=0, lt=2**31)]
@@ -210,6 +212,33 @@ def chosen(annotation: Any, values: Any) -> tuple[type[Section], ...]:
     sections = tuple(sections_in(annotation))
     given = values.get("kind", kind_of(sections[0])) if sections and isinstance(values, dict) else None
     return tuple(section for section in sections if given is not None and kind_of(section) == given) or sections
+
+
+def without_none(table: Mapping[str, Any], sections: Iterable[type[Section]]) -> dict[str, Any]:
+    """Return a table, of one of these sections, without keys that are "none", of those that may be left unset: TOML has
+    no null. These are the keys whose default is no value, or follows from other keys. Tables inside too."""
+    kept, sections = {}, tuple(sections)
+    for key, value in table.items():
+        fields = [section.model_fields[key] for section in sections if key in section.model_fields]
+        if isinstance(value, str) and value == NONE and any(map(_may_be_unset, fields)):
+            continue
+        inner = dict.fromkeys(each for field in fields for each in chosen(field.annotation, value))
+        if isinstance(value, dict) and any(get_origin(field.annotation) is dict for field in fields):
+            value = {name: _inside(each, inner) for name, each in value.items()}
+        elif isinstance(value, list):
+            value = [_inside(each, inner) for each in value]
+        kept[key] = _inside(value, inner)
+    return kept
+
+
+def _inside(value: Any, sections: Iterable[type[Section]]) -> Any:
+    return without_none(value, sections) if isinstance(value, dict) else value
+
+
+def _may_be_unset(field: FieldInfo) -> bool:
+    types = types_in(field.annotation)
+    follows = any(isinstance(each, InWords) and each.default for each in field.metadata)
+    return NONE not in types and (type(None) in types or follows)
 
 
 class Change(NamedTuple):

@@ -16,7 +16,7 @@ from jaxlm.core import copies
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, digest
-from jaxlm.families import hub, quantized, safetensors, table
+from jaxlm.families import hub, quantized, safetensors, sparse_layers, table
 from jaxlm.families.family import Family, named
 from jaxlm.families.files import CONFIG, GENERATION, INDEX, SINGLE, read_json, shards, text_of, write_json
 from jaxlm.families.rule import TensorRule, matching
@@ -246,7 +246,11 @@ def write(
     family = named(before["model_type"], CONFIG) if "model_type" in before else family_of(model)
     expected = table.tensors(model, family.rules)
     dtype_of = {name: safetensors.dtype_named(dtypes.get(name, dtypes[""])) for name in expected}
-    files = safetensors.shards(table.unwritten(expected, parameters, dtype_of), _SHARD_BYTES)
+    empty = {
+        name: LazyTensor(safetensors.dtype_named(dtypes[""]), shape, lambda shape=shape: np.zeros(shape))
+        for name, shape in sparse_layers.empty_tensors(model, family).items()
+    }
+    files = safetensors.shards(table.unwritten(expected, parameters, dtype_of) | empty, _SHARD_BYTES)
     if "architectures" in before and model_of(before, CONFIG) == model:
         config = before
     else:

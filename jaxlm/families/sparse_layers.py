@@ -10,6 +10,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.families.family import Family
 from jaxlm.models.config import ModelConfig
 
+_SHARED = "layers/feed_forward/shared/"
+
 
 class SparseLayers:
     """Qwen has experts in every `decoder_sparse_step`-th layer that is not listed; the others are dense."""
@@ -114,10 +116,9 @@ def dense_layers(model: ModelConfig) -> list[int]:
 
 
 def dense_width(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the key of the dense layers' width."""
+    """Return the key of the dense layers' width, which a model without such layers leaves out."""
     dense = dense_layers(model)
-    width = model.layers[dense[0]].feed_forward.d_ff if dense else family.defaults["intermediate_size"]
-    return {"intermediate_size": width}
+    return {"intermediate_size": model.layers[dense[0]].feed_forward.d_ff} if dense else {}
 
 
 class ExpertGroups:
@@ -150,6 +151,23 @@ class SharedExperts:
         if shared is not None and shared.d_ff % width:
             raise InputError(f"{family.name} has shared experts as wide as the others")
         return {"n_shared_experts": 0 if shared is None else shared.d_ff // width}
+
+
+def empty_tensors(model: ModelConfig, family: Family) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors without elements, by name: those of shared experts in layers that have none. Classes
+    of transformers have them, of no channels, and report those that a file lacks as missing."""
+    if "shared experts" not in family.composites:
+        return {}
+    layers = [layer for layer, block in enumerate(model.layers) if block.feed_forward.kind == "mixture"]
+    without = [layer for layer in layers if getattr(model.layers[layer].feed_forward, "shared", None) is None]
+    shapes = {f"{_SHARED}gate": (model.d_model, 0), f"{_SHARED}up": (model.d_model, 0)}
+    shapes |= {f"{_SHARED}down": (0, model.d_model)}
+    return {
+        rule.name.replace("{l}", str(layer)): rule.pattern.stored_shape([shapes[rule.paths[0]]])
+        for rule in family.rules
+        if rule.paths[0] in shapes and rule.pattern is not None
+        for layer in without
+    }
 
 
 @dataclass(frozen=True)

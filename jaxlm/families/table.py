@@ -159,7 +159,8 @@ def check(
     """Raise InputError unless the stored tensors are the expected ones, with the expected shapes, and perhaps `known`
     others. The message lists the differences."""
     missing = [name for name in expected if name not in stored]
-    strange = [name for name in stored if name not in expected and name not in known]
+    extra = [name for name in stored if name not in expected and name not in known]
+    strange = [name for name in extra if 0 not in stored[name].shape]  # what has no elements says nothing
     wrong = []
     for name in missing:
         near = difflib.get_close_matches(name, strange, 1) if len(wrong) < _SHOWN else ()  # which takes long

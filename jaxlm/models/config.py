@@ -9,7 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from jaxlm.core.explain import explain
-from jaxlm.core.schema import Count, InWords, Kinds, NonNegative, Positive, Section, chosen, kind_of, merged
+from jaxlm.core.schema import (
+    Count,
+    InWords,
+    Kinds,
+    NonNegative,
+    Positive,
+    Section,
+    chosen,
+    kind_of,
+    merged,
+    without_none,
+)
 from jaxlm.models.latent_config import LatentAttentionConfig
 from jaxlm.models.layer_config import AttentionConfig as AttentionConfig
 from jaxlm.models.layer_config import LayerConfig
@@ -624,7 +635,7 @@ class _Patched(Section):
 
 def _patched(base: Mapping[str, Any], patch: Mapping[str, Any], key: str) -> BlockConfig:
     """Return a block with a patch merged in. Raises ValueError in one line about the keys of the entry."""
-    whole = {"model": merged(base, patch)}
+    whole = {"model": without_none(merged(base, patch), [BlockConfig])}
     try:
         return _Patched.model_validate(whole).model
     except ValidationError as error:

@@ -95,14 +95,14 @@ def export(
     from jaxlm.parallel.rules import ENGINE
 
     check_new(out)
-    run, origin = weights.run, weights.checked_base()
+    run, origin = weights.run, _as_published(weights.checked_base())
     experiment, published_config = run.experiment(), run.paths.huggingface / CONFIG
     if published_config.is_file():
         of_family = family.named(text_of(read_json(published_config)).get("model_type"), str(published_config))
     else:
         of_family = settings.family_of(experiment.model)
     name = origin.source.removeprefix(HUGGING_FACE).partition("@")[0] if origin.revision else origin.source
-    if not origin.revision and not is_published(place(name)) and not is_gguf(place(name)):
+    if not _is_published(origin):
         say(f"{name} is no Hugging Face directory, as PEFT needs one: export it, and put that in {ADAPTER_CONFIG}")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
     request = WeightsRequest(experiment.model, mesh, ENGINE, "float32", checkpoint, average, say)
@@ -112,6 +112,19 @@ def export(
     parameters = peft.write(out, experiment.model, of_family, weights.lora, adapters, base, beside)
     copies.push(out)
     return Converted(of_family.name, parameters)
+
+
+def _as_published(base: Origin) -> Origin:
+    """Return the record of a base, or of the files that it was imported from if they are there: PEFT opens these."""
+    run = Run(place(base.source)) if base.kind == "run" else None
+    before = run.begun_from if run is not None and run.is_imported else None
+    return before if before is not None and _is_published(before) else base
+
+
+def _is_published(origin: Origin) -> bool:
+    """Return whether a model is one of the Hub, or in a Hugging Face directory or GGUF file that is there."""
+    folder = place(origin.source)
+    return origin.revision is not None or is_published(folder) or is_gguf(folder)
 
 
 def _chat_files(source: ModelSource) -> dict[str, bytes]:

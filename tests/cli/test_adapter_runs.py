@@ -161,3 +161,19 @@ def test_what_does_not_suit_a_run_with_adapters_is_refused(folder, tmp_path, cap
     assert "lora.rank = 0: input should be greater than 0" in refused(capsys, *with_out, "lora.rank=0")
     line = refused(capsys, "export", folder / "base", tmp_path / "adapter", "--adapter")
     assert f"{folder / 'base'} is no run with adapters ([lora]); leave out --adapter" in line
+
+
+def test_adapters_of_an_import_name_the_directory_that_it_came_from(folder, tmp_path, capsys):
+    """PEFT opens base_model_name_or_path with transformers, which reads no run."""
+    base, imported, run = tmp_path / "base", tmp_path / "imported", tmp_path / "run"
+    shutil.copytree(folder / "base", base)
+    assert main(["import", str(base), str(imported)]) == 0
+    given = ["--from", str(imported), "--out", str(run), "training.steps=1"]
+    assert main(["train", str(folder / "lora.toml"), *given]) == 0
+    capsys.readouterr()
+    assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base) and "PEFT needs" not in capsys.readouterr().err
+    base.rename(tmp_path / "elsewhere")
+    assert main(["export", str(run), str(tmp_path / "second"), "--adapter"]) == 0
+    assert f"{imported} is no Hugging Face directory, as PEFT needs one: export it" in capsys.readouterr().err

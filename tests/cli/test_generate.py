@@ -283,6 +283,7 @@ def test_the_engine_is_as_it_is_asked_to_be(run, monkeypatch, capsys):
         (["--slots", "0"], "'0' must be a whole number from 1 on"),
         (["--cache-memory", "1KiB", "--max-context", "32"], "a cache of 1 KiB does not hold one sequence of 32 tokens"),
         (["--max-context", "2", "--token-ids", "1,2,3"], "at most 2"),
+        (["--max-context", "999999"], "inference.context = 999999 is longer than model.context_length = "),
     ],
 )
 def test_an_engine_that_cannot_be_is_one_line(run, capsys, asked, message):

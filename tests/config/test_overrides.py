@@ -1,5 +1,7 @@
 """Keys that the command line sets."""
 
+import re
+
 import pytest
 from config_fixtures import SMALL, changed, refusal
 
@@ -54,3 +56,53 @@ def test_the_keys_that_overrides_set_are_named():
     assert overridden(given) == [
         "training.steps", "mesh.data", "mesh.tensor", "data.sources.web.weight", "data.tokenizer",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.attention.window=5",
+        "model.attention.head_dim=12",
+        "model.position.scaling={factor=4.0, original_context_length=128}",
+        "model.logit_soft_cap=3.0",
+        "optimizer.schedule.decay_steps=7",
+        "training.epochs=2",
+        "data.validation=other.txt",
+        "inference.context=9",
+        "lora.rank=2",
+    ],
+)
+def test_none_leaves_a_key_unset(key):
+    """As where no file gives it; also a whole table, and a key whose default follows from others."""
+    name = key.partition("=")[0]
+    assert changed(key) and changed(key, f"{name.replace('lora.rank', 'lora')}=none") == {}
+    assert changed("model.attention.num_kv_heads=none") == {"model.attention.num_kv_heads": 8}  # as many as heads
+
+
+def test_none_in_place_of_what_a_file_or_an_entry_of_a_pattern_inherits(tmp_path):
+    (tmp_path / "base.toml").write_text((tmp_path / SMALL).read_text() + "[lora]\nrank = 2\n")
+    assert load("base.toml").lora is not None and load("base.toml", ["lora=none"]).lora is None
+    entries = "[{name='far', attention={window='none'}}, {name='near'}]"
+    layers = load(SMALL, ["model.attention.window=5", f"model.pattern={entries}"]).model.layers
+    assert [layer.window for layer in layers] == [None, 5, None, 5]
+
+
+def test_none_is_a_value_where_a_key_has_it_or_cannot_be_unset():
+    assert changed("model.position.kind=none")["model.position.kind"] == "none"
+    assert load(SMALL, ["model.attention.qk_norm=none"]).model.attention.qk_norm == "none"
+    assert "training.batch = 'none'" in refusal("training.batch=none")
+    assert "unknown key model.windows" in refusal("model.windows=none")
+
+
+def test_unset_steps_keep_the_epochs_of_the_file(tmp_path):
+    text = (tmp_path / SMALL).read_text()
+    (tmp_path / "epochs.toml").write_text(re.sub(r"(?m)^steps = \d+$", "epochs = 2", text))
+    assert load("epochs.toml", ["training.steps=none"]) == load("epochs.toml")
+    assert load("epochs.toml").training.epochs == 2
+
+
+def test_a_context_that_the_model_does_not_have_is_refused():
+    longest = load(SMALL).model.context_length
+    assert load(SMALL, [f"inference.context={longest}"]).inference.context == longest
+    said = f"inference.context = {longest + 1} is longer than model.context_length = {longest}; lower it"
+    assert said in refusal(f"inference.context={longest + 1}")

@@ -75,3 +75,21 @@ def test_a_mixture_in_an_entry_of_the_pattern_is_published_as_one_of_the_model_s
     one, other = (PublishedModel(tmp_path / name).stored for name in ("once", "twice"))
     assert one.keys() == other.keys() == published.tensors.keys()
     assert all(np.array_equal(one[name].read(), other[name].read()) for name in one)
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+def test_a_mixture_without_shared_experts_has_the_empty_tensors_that_transformers_makes(scores, tmp_path):
+    """With n_shared_experts = 0, which is the only way to say that there are none."""
+    router = V3["router"] if scores == "sigmoid" else {"scores": scores, "normalise": False}
+    model, mesh = latent(feed_forward={**V3, "shared": None, "router": router}), meshes.make(1, 1, 1)
+    shapes = tree.shapes(tree.abstract(model)[1])
+    parameters = jax.tree.map(lambda leaf: loud.normals(str(leaf.shape), leaf.shape).astype(leaf.dtype), shapes)
+    family = write(tmp_path / "out", model, parameters, {"": "F32"}, {}, lambda line: None)
+    published = PublishedModel(tmp_path / "out")
+    published.load(mesh, TRAIN)  # which takes them for nothing
+    shared = {name: tensor.shape for name, tensor in published.stored.items() if "shared" in name}
+    one = "model.layers.0.mlp.shared_experts"
+    expected = {"gate_proj": (0, 32), "up_proj": (0, 32), "down_proj": (32, 0)}
+    assert len(shared) == 9 and {name: shared[f"{one}.{name}.weight"] for name in expected} == expected
+    assert published.config["n_shared_experts"] == 0 and family.name.startswith("deepseek")
+    assert "intermediate_size" not in published.config  # no layer is dense

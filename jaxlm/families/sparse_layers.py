@@ -32,7 +32,7 @@ class SparseLayers:
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         dense = dense_layers(model)
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense, **dense_width(model, family)}
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense, **dense_width(model)}
 
 
 class LayersAfterDenseOnes:
@@ -50,7 +50,7 @@ class LayersAfterDenseOnes:
         dense = dense_layers(model)
         if dense != list(range(len(dense))):
             raise InputError(f"{family.name} has dense layers before those with experts alone")
-        return {"first_k_dense_replace": len(dense), **dense_width(model, family)}
+        return {"first_k_dense_replace": len(dense), **dense_width(model)}
 
 
 class ListedDenseLayers:
@@ -71,7 +71,7 @@ class ListedDenseLayers:
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         dense = dense_layers(model)
         types = ["dense" if layer in dense else "sparse" for layer in range(model.num_layers)]
-        return {"mlp_layer_types": types, **dense_width(model, family)}
+        return {"mlp_layer_types": types, **dense_width(model)}
 
 
 class GroupsByBestExpert:
@@ -115,7 +115,7 @@ def dense_layers(model: ModelConfig) -> list[int]:
     return [layer for layer, block in enumerate(model.layers) if block.feed_forward.kind == "dense"]
 
 
-def dense_width(model: ModelConfig, family: Family) -> dict[str, Any]:
+def dense_width(model: ModelConfig) -> dict[str, Any]:
     """Return the key of the dense layers' width, which a model without such layers leaves out."""
     dense = dense_layers(model)
     return {"intermediate_size": model.layers[dense[0]].feed_forward.d_ff} if dense else {}

@@ -1,4 +1,4 @@
-"""What is said of a model that no published family has: the nearest family, and the keys in the way."""
+"""The message about a model that no published family has: the nearest family, and the keys in the way."""
 
 import jax
 import loud

@@ -232,7 +232,14 @@ def _show(plan: "Plan") -> None:
     elif work.kind == "prefill":
         table.add("first token", f"after {units.seconds(time.expected)}")
     elif work.kind == "decode":
-        table.add("each token", f"{units.seconds(time.expected)}, {row['kv_bytes_per_token']:,} bytes of cache")
+        if work.drafts:
+            table.add(
+                "drafts",
+                f"{work.drafts} of each sequence, right with probability {work.acceptance:g}: "
+                f"{work.tokens_per_sequence:.3g} tokens a step",
+            )
+        each = units.seconds(row["time_per_token_s"])
+        table.add("each token", f"{each}, {row['kv_bytes_per_token']:,} bytes of cache")
     if "critical_batch" in row:
         batch = row["critical_batch"]
         never = "at no batch size: reading the caches always takes longer than computing"

@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.work.tokens / self.time.expected
+        return self.work.tokens * self.work.tokens_per_sequence / self.time.expected
 
     @property
     def mfu(self) -> float:
@@ -140,10 +140,17 @@ class Plan:
             case "prefill":
                 return {"time_to_first_token_s": self.time.expected, **self._of_the_engine()}
             case _:
-                return {"time_per_token_s": self.time.expected, **self._of_the_engine()}
+                per_token = self.time.expected / self.work.tokens_per_sequence
+                return {"time_per_token_s": per_token, **self._of_the_engine(), **self._of_drafts()}
+
+    def _of_drafts(self) -> dict[str, Any]:
+        if not self.work.drafts:
+            return {}
+        names = "drafts", "acceptance", "tokens_per_sequence"
+        return {"speculation": {name: getattr(self.work, name) for name in names}}
 
     def _of_the_engine(self) -> dict[str, Any]:
-        all_steps = [work.engine_steps for work in self.work.by_step_shape()]
+        all_steps = [work.engine_steps for work in self.work.without_drafts().by_step_shape()]
         shapes = [{"rows": each.shape.rows, "draws": each.shape.decode, "times": each.times} for each in all_steps]
         engine = {"sequences_per_shard": self.work.slots, "page": self.work.page, "steps": shapes}
         return {"kv_bytes_per_token": kv_bytes_per_token(self.work), "engine": engine}
@@ -177,7 +184,10 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
     if work.kind == "train":
         layers = choose(work, target.chip.device_capacity(), stack)
         work = work.with_execution(scan_layers=layers.in_loop)
-    return Plan(work, target, flops(work), stack_memory(work, stack), step_time(work, target, stack), layers, stack)
+    rows, memory = work.without_drafts(), stack_memory(work, stack)
+    if work.drafts:
+        memory = stack_memory(rows, stack)._replace(kv_cache=memory.kv_cache, slots=memory.slots)
+    return Plan(work, target, flops(rows), memory, step_time(rows, target, stack), layers, stack)
 
 
 def parameter_counts(work: Workload) -> dict[str, int]:

@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import parameters
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
 from jaxlm.costs.hardware.chips import Chip
-from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.config import InferenceConfig
+from jaxlm.inference.settings import LOOK_UP, EngineSettings, Speculation
 from jaxlm.inference.step_shapes import FEWEST, StepShape, StepShapes
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import UnpaddedReads
@@ -66,7 +68,9 @@ class Workload:
         where they follow from text that is not read.
         `dropout`: whether numbers are dropped. `average`: whether an average of the parameters is kept beside them.
       page, chunk_tokens, engine_steps, is_padded: in inference alone. `page`: tokens of a page. `chunk_tokens`: the
-        most rows of prompts in a step, on each shard. `engine_steps`: the steps of one shape that this workload is
+        most rows of prompts in a step, on each shard. `drafts`, `acceptance`: in decoding, the drafts of next tokens
+        that a step reads for each sequence, and the probability that one is right where those before it are.
+        `engine_steps`: the steps of one shape that this workload is
         restricted to; None: all steps that its tokens need. `is_padded`: whether padding rows and padding keys of the
         engine are counted.
     """
@@ -89,6 +93,8 @@ class Workload:
     average: bool = False
     page: int = EngineSettings.page
     chunk_tokens: int = EngineSettings.chunk_tokens
+    drafts: int = 0
+    acceptance: float = 0.0
     engine_steps: EngineSteps | None = None
     is_padded: bool = True
 
@@ -111,7 +117,9 @@ class Workload:
         batch, sequence = config.sizes(experiment, kind)
         work = cls(kind, experiment.model, batch, sequence, experiment.execution, layout)
         if kind != "train":
-            return replace(work, page=experiment.inference.page, chunk_tokens=experiment.inference.chunk_tokens)
+            inference = experiment.inference
+            work = replace(work, page=inference.page, chunk_tokens=inference.chunk_tokens)
+            return work if kind == "prefill" else work._speculating(inference)
         training = experiment.training
         work = replace(
             work,
@@ -125,6 +133,31 @@ class Workload:
         )
         work.frozen  # noqa: B018, refuses patterns before anything is counted
         return work
+
+    def _speculating(self, inference: InferenceConfig) -> "Workload":
+        """Return a decoding step with the drafts that [inference] says. Raises InputError for those of a model."""
+        if inference.speculate is None:
+            return self
+        source, drafts = Speculation.parse(inference.speculate)
+        if source != LOOK_UP:
+            raise InputError(
+                f"inference.speculate = {inference.speculate}: a plan does not count the steps of a draft model; give "
+                f"inference.speculate={LOOK_UP}:{drafts}, or none"
+            )
+        return replace(self, drafts=drafts, acceptance=inference.acceptance)
+
+    @property
+    def tokens_per_sequence(self) -> float:
+        """The expected tokens that a decoding step draws for a sequence: one, and a draft where it and all before it
+        are right."""
+        return sum(self.acceptance**n for n in range(1 + self.drafts))
+
+    @memoized
+    def without_drafts(self) -> "Workload":
+        """Return a decoding step with a sequence more for each draft: drafts are rows that read pages by themselves."""
+        return (
+            self if not self.drafts else replace(self, batch=self.batch * (1 + self.drafts), drafts=0, acceptance=0.0)
+        )
 
     def with_execution(self, **changes: Any) -> "Workload":
         """Return the workload with other values in its section [execution]."""

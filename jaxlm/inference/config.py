@@ -29,7 +29,7 @@ _SIZE = InWords(default="inference.context or model.context_length, at most 8192
 class InferenceConfig(Section):
     """The sizes of inference: of the engine that generates, evaluates and serves, and of the steps that a plan counts.
 
-    `length` and `prompt` are of plans alone.
+    `acceptance`, `length` and `prompt` are of plans alone.
     """
 
     sequences: Count = EngineSettings.slots
@@ -50,6 +50,8 @@ class InferenceConfig(Section):
     ] = None
     """Drafts of next tokens, which a step reads before they are drawn: `ngram` looks them up in the text, and a model
     of the same tokens draws them; `:N` is the most of a sequence in a step. They change no text."""
+    acceptance: Annotated[float, Field(ge=0, le=1)] = 0.6
+    """In a plan, the probability that a draft is right where those before it are."""
     length: Annotated[Count, _SIZE]
     """Tokens that each sequence holds in a plan of decoding."""
     prompt: Annotated[Count, _SIZE]

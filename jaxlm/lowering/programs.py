@@ -11,7 +11,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache_memory import CacheSize, most_pages
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.settings import LOOK_UP, EngineSettings, Speculation
 from jaxlm.models import tree as model_tree
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding
@@ -39,13 +39,17 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
         raise InputError(
             "execution.compiler_options are of training alone: give execution.compiler_options={} for the engine"
         )
-    work = Workload.of(experiment, Layout(mesh.shape), kind).largest_step()
-    settings = EngineSettings(slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens)
+    work = Workload.of(experiment, Layout(mesh.shape), kind)
+    drafts = Speculation(LOOK_UP, work.drafts) if work.drafts else None
+    settings = EngineSettings(
+        slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens, speculation=drafts, context=work.sequence
+    )
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels
     engine = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels)
     counts = (work.slots * most_pages(work.sequence, window, work.page) + 1 for window in engine.layout.groups)
-    step = engine.step(work.engine_steps.shape, CacheSize(work.sequence, tuple(counts)))
-    return StepPrograms(step, engine.draw(work.engine_steps.shape.decode))
+    shape = work.without_drafts().largest_step().engine_steps.shape
+    step = engine.step(shape, CacheSize(work.sequence, tuple(counts)))
+    return StepPrograms(step, engine.draw(shape.decode))
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> MeshProgram:

@@ -279,7 +279,7 @@ def _counted(plan: Plan) -> dict[str, Any]:
 
 def _compiled(work: Workload) -> Workload:
     """Return the workload of the compiled program: in inference that of the engine's largest step."""
-    return work if work.kind == "train" else work.largest_step()
+    return work if work.kind == "train" else work.without_drafts().largest_step()
 
 
 def _trips(work: Workload) -> dict[str, int]:

@@ -70,12 +70,13 @@ def drawn_bytes(work: Workload) -> int:
 
 def slots_bytes(work: Workload) -> int:
     """Return the bytes of the state of an engine's slots on one device, with that of the slot for padding."""
-    return (work.slots + 1) * _slot_bytes(work.model.vocab_size)
+    history = work.sequence if work.drafts else 0
+    return (work.slots + 1) * _slot_bytes(work.model.vocab_size, work.drafts, history)
 
 
 @functools.cache
-def _slot_bytes(vocabulary: int) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(SlotState.empty(1, vocabulary)))
+def _slot_bytes(vocabulary: int, drafts: int, history: int) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(SlotState.empty(1, vocabulary, drafts, history)))
 
 
 def workspace(work: Workload) -> int:

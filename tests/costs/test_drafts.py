@@ -1,0 +1,42 @@
+"""Drafts in plans of decoding: rows that are paid, and tokens that are expected."""
+
+import pytest
+
+from jaxlm import api
+from jaxlm.core.bundled import configurations
+from jaxlm.core.errors import InputError
+
+SIZES = ["inference.sequences=4", "inference.length=64", "model.num_layers=1", "execution.dtype=bfloat16"]
+
+
+def planned(*overrides):
+    experiment = api.configure(configurations()["quickstart"], [*SIZES, *overrides])
+    (plan, *_), _ = api.plan(experiment, "h100-sxm5:1", workload="decode")
+    return plan
+
+
+def test_a_draft_is_a_row_and_a_token_with_the_probability_of_those_before():
+    plain, four = planned(), planned("inference.speculate=ngram:4", "inference.acceptance=0.5")
+    rows, half = planned("inference.sequences=20"), 1 + 0.5 + 0.25 + 0.125 + 0.0625
+    assert four.flops == rows.flops and four.time == rows.time and four.work.batch == 4
+    assert four.memory.kv_cache == plain.memory.kv_cache and four.memory.logits == rows.memory.logits
+    # An id of four drafts, and of each token of the sequence, in four slots and that for padding.
+    assert four.memory.slots - plain.memory.slots == 5 * 4 * (4 + 64)
+    assert four.tokens_per_s == pytest.approx(4 * half / four.time.expected)
+    row = four.row()
+    assert row["time_per_token_s"] == pytest.approx(four.time.expected / half)
+    assert row["speculation"] == {"drafts": 4, "acceptance": 0.5, "tokens_per_sequence": half}
+    assert row["engine"]["steps"] == [{"rows": 20, "draws": 20, "times": 1}] and "speculation" not in plain.row()
+    assert planned("inference.speculate=ngram:4", "inference.acceptance=0").tokens_per_s < plain.tokens_per_s
+
+
+def test_drafts_of_a_model_are_refused():
+    with pytest.raises(InputError, match="does not count the steps of a draft model; give inference.speculate=ngram:3"):
+        planned("inference.speculate=runs/small:3")
+
+
+def test_the_compiled_step_has_the_rows_and_flops_that_are_counted():
+    experiment = api.configure(configurations()["quickstart"], [*SIZES, "inference.speculate=ngram:2"])
+    report = api.compile(experiment, "h100-sxm5:1", workload="decode").report
+    assert report.flops == report.counted_flops and report.counted_flops > 0
+    assert report.work.draws() == 12 and report.plan.work.batch == 4

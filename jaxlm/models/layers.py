@@ -21,6 +21,7 @@ from jaxlm.models.positions import traced_structure
 from jaxlm.models.recording import is_recording
 from jaxlm.models.rows import Auxiliary, LayerIndex
 from jaxlm.models.stacks import Groups, Stacks, places
+from jaxlm.parallel.partition import gathers_parameters
 
 
 class Segment(NamedTuple):
@@ -203,12 +204,19 @@ def _loop_through(
         index = LayerIndex(_at(run.layers, trip), run.distinct, which, run.entry, _at(run.entry_indices, trip))
         return layer(nnx.merge(graphs[run.blocks[0]], tree), carry, index)
 
+    is_alone = not scan or trips == 1
+
     def computed(run: LayerRun) -> Callable[..., tuple[Any, Auxiliary]]:
-        if way.saved is None:
+        policies = jax.checkpoint_policies
+        if way.saved is not None:
+            policy = policies.save_only_these_names(*way.saved)
+        elif is_alone and way.slices and gathers_parameters():
+            # Without a barrier XLA merges the gathering of matrices for both passes, and all layers' stay gathered.
+            policy = policies.everything_saveable
+        else:
             return partial(compute, run)
-        policy = jax.checkpoint_policies.save_only_these_names(*way.saved)
         # Inside a loop nothing can be merged across iterations, so the barrier against it is needless there.
-        return jax.checkpoint(partial(compute, run), policy=policy, prevent_cse=not scan or trips == 1)
+        return jax.checkpoint(partial(compute, run), policy=policy, prevent_cse=is_alone)
 
     def body(carry: Any, each: tuple) -> tuple[Any, tuple[Auxiliary, ...]]:
         (trip, slices, which), parameters, results = each, {}, []

@@ -105,6 +105,12 @@ def is_sharded(axis: str) -> bool:
     return not mesh.empty and Layout(_sizes_left(mesh)).over(rules_around().over(axis)) > 1
 
 
+def gathers_parameters() -> bool:
+    """Return whether, on the mesh around, parameters are gathered before a layer computes with them."""
+    mesh, rules = mesh_around(), rules_around()
+    return not mesh.empty and Layout(_sizes_left(mesh)).over(rules.of_parameters - rules.of_layers) > 1
+
+
 def _sizes_left(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """Return the sizes of a mesh's axes, 1 for those that are manual: inside their shard_map arrays are shards."""
     manual = getattr(mesh, "manual_axes", ())

@@ -4,7 +4,7 @@ Both follow from the recording: a value is live from the door that makes the val
 door declares what XLA keeps for that door besides operands and results.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep
@@ -29,10 +29,13 @@ class Kept(NamedTuple):
 
 def kept(device: DeviceStep) -> int:
     """Return the bytes that all layers keep for their backward pass, and random masks outside of layers."""
-    recording = device.recording
-    total = sum(device.cost(use).saved.masks for use in recording.by_layer[None])
-    layers = enumerate(kept_by_layer(device))
-    return total + sum(recording.by_layer[layer][0].times * each.total for layer, each in layers)
+    recording, layers = device.recording, enumerate(kept_by_layer(device))
+    return masks(device) + sum(recording.by_layer[layer][0].times * each.total for layer, each in layers)
+
+
+def masks(device: DeviceStep) -> int:
+    """Return the bytes of random masks outside of layers."""
+    return sum(device.cost(use).saved.masks for use in device.recording.by_layer[None])
 
 
 @memoized
@@ -122,13 +125,27 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
 
 @memoized
 def backward(device: DeviceStep, layer: int) -> LayerPeak:
-    """Return the peak of a layer's backward pass: at a door with a workspace, or else where most kept values and
-    gradients are live."""
+    """Return the peak of a layer's backward pass beside what all layers keep: at a door with a workspace, or else where
+    most values and gradients are live."""
     uses = device.recording.by_layer[layer]
     if working := _with_workspace(device, uses):
         return max(LayerPeak(_around_workspace(device, layer, i), i) for i in working)
-    reads = enumerate(_reads(device, uses))
-    return max(LayerPeak(kept.total + _bytes_of_gradients(device, layer, i), i) for i, kept in reads)
+    kept, peaks = _read_where_it_is(device, layer), []
+    for i, read in enumerate(_reads(device, uses)):
+        there = _bytes(device, read.values - kept.values) + max(0, read.more - kept.more)
+        peaks.append(LayerPeak(there + _bytes_of_gradients(device, layer, i), i))
+    return max(peaks)
+
+
+def _read_where_it_is(device: DeviceStep, layer: int) -> Kept:
+    """Return what the backward pass of a layer reads where the forward pass left it: what it keeps, where layers are
+    written out. In a loop it is a copy, out of the stacks of all layers."""
+    return _kept(device, (), 0) if device.work.execution.in_loop else kept_by_layer(device)[layer]
+
+
+def _others(device: DeviceStep, values: Iterable[int], kept: Set[int]) -> set[int]:
+    """Return the values whose buffer is none of those that are kept."""
+    return set(map(device.same, values)) - kept
 
 
 def _with_workspace(device: DeviceStep, uses: Sequence[RecordedOp]) -> list[int]:
@@ -166,13 +183,14 @@ def _around_workspace(device: DeviceStep, layer: int, at: int) -> int:
     uses, work = device.recording.by_layer[layer], device.work
     use, cost = uses[at], device.cost(uses[at])
     residual = _bytes(device, _begin(device, device.recording.layers[layer]))
-    result, operands = device.bytes[use.results[0]], _bytes(device, device.saved(use))
+    kept = _read_where_it_is(device, layer).values
+    result, operands = device.bytes[use.results[0]], _bytes(device, _others(device, device.saved(use), kept))
     products = [i for i, each in enumerate(uses) if device.cost(each).weight_product]
     later = [uses[i] for i in products if i > at and "residual" not in uses[i].marker.results[0]]
     hidden = [device.bytes[each.results[0]] for each in later]
     workspace = cost.workspace.keeping[1] if work.remat == "none" else cost.workspace.backward
     if work.platform == "tpu":
         return 2 * residual + operands + 2 * result + sum(hidden[-2:]) + workspace
-    inputs = _bytes(device, {uses[i].operands[0] for i in products})
+    inputs = _bytes(device, _others(device, (uses[i].operands[0] for i in products), kept))
     copies = 4 * (2 * residual + result) // work.itemsize
     return 4 * residual + inputs + operands + 2 * result + sum(hidden) + copies + workspace

@@ -59,12 +59,13 @@ def memory(work: Workload) -> Memory:
 
 class _Numbers(NamedTuple):
     """Numbers of elements on one device: of the parameters that have a float32 copy (`trainable`), of those that
-    adapters leave untrained (`base`), of what training copies before the loops over layers (`sliced`), and of each
-    gradient, by path, with their sum."""
+    adapters leave untrained (`base`), of what training copies before the loops over layers (`sliced`), of the stacks
+    of layers (`stacked`), and of each gradient, by path, with their sum."""
 
     trainable: int
     base: int
     sliced: int
+    stacked: int
     gradients: dict[str, int]
     of_gradients: int
 
@@ -73,9 +74,8 @@ def trained(work: Workload) -> Memory:
     """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
     parameters that are not frozen."""
     numbers, itemsize = _numbers(work), work.itemsize
-    working = _working(work) + numbers.sliced * itemsize
     state = operations.optimizer_bytes(work) + (4 * numbers.trainable if work.average else 0)
-    weights = 4 * numbers.trainable + itemsize * numbers.base + working
+    weights = 4 * numbers.trainable + itemsize * numbers.base + _working(work)
     gradients = numbers.of_gradients * itemsize + _sums(work, numbers.of_gradients)
     return Memory(weights, gradients, state, 0, 0, 0)
 
@@ -102,7 +102,9 @@ def _numbers_on(
     gradients = {path: numbers for path, numbers in stored.items() if path not in base and path not in frozen}
     sliced = int(sum(stored[path] * share for path, share in parameters.copied(model, lora).items()))
     of_base = sum(stored[path] for path in base)
-    return _Numbers(sum(stored.values()) - of_base, of_base, sliced, gradients, sum(gradients.values()))
+    sizes = {path: dict(zip(d.axes, d.shape, strict=True)).get("layers", 1) for path, d in declared.items()}
+    stacked = sum(stored[path] for path, layers in sizes.items() if layers > 1)
+    return _Numbers(sum(stored.values()) - of_base, of_base, sliced, stacked, gradients, sum(gradients.values()))
 
 
 def _working(work: Workload) -> int:
@@ -116,20 +118,23 @@ def _sums(work: Workload, numbers: int) -> int:
 
 
 def _training(device: DeviceStep) -> Iterator[Memory]:
-    """Yield the memory at the end of the forward pass, at the loss, at each layer's first backward pass, and at the
-    update."""
+    """Yield the memory at the end of the forward pass, at the loss, at each layer's first and, where layers are written
+    out, last backward pass, and at the update."""
     work, recording, representative = device.work, device.recording, device_step(device.work.representative())
     numbers, layers = _numbers(work), range(len(recording.layers))
     gradients, total, itemsize = numbers.gradients, numbers.of_gradients, work.itemsize
     through = any(use.layer is not None and device.trains(use) for use in recording.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
-    resident, sums, saved = trained(work), _sums(work, total), layer_memory.kept(representative) if through else 0
-    state = resident.optimizer
+    resident, sums, slices = trained(work), _sums(work, total), _slices(device)
+    if not work.execution.in_loop:  # XLA fills with zeros at once what waits for no loop
+        sums += sum(device.cost(use).workspace.sums for use in recording.by_layer[None])
+    saved = layer_memory.kept(representative) if through else 0
+    state, parameters = resident.optimizer, resident.parameters + slices
 
     for layer in layers:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
         gathered = _gathered(device, recording.by_layer[layer])
-        yield Memory(resident.parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
+        yield Memory(parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
     use, loss = _loss(device)
     around, tables = saved, 0
     if loss.gradients:  # and the gradient of the residual
@@ -139,15 +144,39 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     is_array = loss.is_array or (recording.parameter(use) in gradients and device.gathered_over(use))
     gradient = loss.gradient if is_array else 0
     waiting = (gradient or loss.logits) if loss.waits else 0
-    yield Memory(resident.parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
+    yield Memory(parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
     for layer in layers if through else ():
         uses, backward = recording.by_layer[layer], layer_memory.backward(representative, layer)
         gathered = _gathered(device, _of_module(device, uses, backward.at))
         # The gradients of the last matrices wait to be summed.
         last = [use for use in _last(device, uses) if recording.parameter(use) in gradients]
-        gradient_bytes = sums + tables + itemsize * of_layers + _gathered(device, last)
-        yield Memory(resident.parameters + gathered, gradient_bytes, state, saved + backward.bytes, waiting, 0)
+        waits = sums + tables + _gathered(device, last)
+        if work.execution.in_loop:  # the stacks of all layers are there from its first trip to its last
+            ends = [(saved, itemsize * of_layers, slices)]
+        else:  # what a layer keeps goes, and its gradients come
+            own, masks = layer_memory.kept_by_layer(representative)[layer].total, layer_memory.masks(representative)
+            ends = [(saved, 0, slices), (masks + own, itemsize * of_layers, slices // work.model.num_layers)]
+        for kept, made, cut in ends:
+            weights = resident.parameters + cut + gathered
+            yield Memory(weights, waits + made, state, kept + backward.bytes, waiting, 0)
     yield updated(work)
+
+
+def _slices(device: DeviceStep) -> int:
+    """Return the bytes of what layers cut out of the stacks of their parameters, while all layers keep something.
+
+    A loop takes slices of a stack of which it runs a part. Layers that are written out each have their own matrices and
+    vectors, from the forward pass to their backward pass. On a GPU a product reads them in the stack, if that is an
+    argument of the program: not in a loop over microbatches, before a gathering, or behind the barrier of what runs
+    again.
+    """
+    work, numbers = device.work, _numbers(device.work)
+    if work.execution.in_loop:
+        return numbers.sliced * work.itemsize
+    gathers = any(device.gathered_over(use) for use in device.recording.uses if use.layer is not None)
+    if work.platform != "tpu" and work.microbatches == 1 and work.remat == "none" and not gathers:
+        return 0
+    return numbers.stacked * work.itemsize
 
 
 def _loss(device: DeviceStep) -> tuple[RecordedOp, LossWorkspace]:

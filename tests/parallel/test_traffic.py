@@ -7,6 +7,7 @@ import math
 import platform
 import sys
 from collections import Counter
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,16 @@ VOCABULARY = 2048
 
 @functools.cache
 def training_step(
-    mesh, dtype: str, context: int = model_fixtures.CONTEXT, microbatches: int = 4, **model
+    mesh,
+    dtype: str,
+    context: int = model_fixtures.CONTEXT,
+    microbatches: int = 4,
+    scan_layers: bool | Literal["auto"] = "auto",
+    **model,
 ) -> hlo.HloProgram:
     """The compiled step on a mesh, perhaps of devices that are not here."""
-    sections = model_fixtures.sections(
-        dtype=dtype, microbatches=microbatches, batch=32, sequence=context, kernels="xla"
-    )
+    of_step = {"dtype": dtype, "microbatches": microbatches, "scan_layers": scan_layers}
+    sections = model_fixtures.sections(batch=32, sequence=context, kernels="xla", **of_step)
     steps = TrainStep(model_fixtures.model(context_length=context, **model), *sections, model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -178,6 +183,20 @@ def test_the_stream_is_gathered_and_scattered_on_cuda():
     # Six of each in a microbatch of one layer; four microbatches, three layers, the ends once per microbatch.
     each = 4 * (3 * 4 + 2)
     assert counted == {"all-gather": each, "reduce-scatter": each}
+
+
+@on_cpu
+def test_matrices_are_gathered_for_each_pass_alike_in_a_loop_and_written_out(platform):
+    """XLA would gather once for both passes where layers are written out: the matrices of all layers would stay
+    gathered from the one to the other."""
+    mesh, model = meshes.make(1, 4, 1, devices=four[platform]()), {"num_layers": 2, "vocab_size": VOCABULARY}
+    gathers = []
+    for scan_layers in (True, False):
+        program = training_step(mesh, DTYPES[platform], microbatches=1, scan_layers=scan_layers, **model)
+        found = [c for c in sent(program, mesh) if c.kind == "all-gather" and "layers/" in c.scope]
+        gathers.append(Counter((c.bytes, "backward" in c.scope) for c in found for _ in range(c.count)))
+    in_a_loop, written_out = gathers
+    assert in_a_loop == written_out and {backward for _, backward in written_out} == {False, True}
 
 
 @pytest.mark.exhaustive

@@ -49,6 +49,11 @@ def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
     index_BT, like = saved
     _, shards, rows, D = like.shape
 
+    def zeros_after(shape: tuple[int, ...], dtype: jnp.dtype, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return zeros that are made when x is there, and x. XLA for several GPUs would make them as a step begins."""
+        x, zero = jax.lax.optimization_barrier((x, jnp.zeros((), dtype)))
+        return jnp.broadcast_to(zero, shape), x
+
     def added(d_BTD: jax.Array, index_BT: jax.Array) -> jax.Array:
         """Return the summed gradients [P, R, D].
 
@@ -58,13 +63,14 @@ def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
         index_N, order_N = jax.lax.sort((jnp.clip(index_BT, 0, shards * rows - 1).reshape(-1), place_N), num_keys=1)
         begins_N = jnp.concatenate([jnp.ones(1, bool), index_N[1:] != index_N[:-1]])
         at_N = jax.lax.cummax(jnp.where(begins_N, place_N, 0))  # each sum stands where its index begins
-        sums_ND = jnp.zeros((index_BT.size, D), jnp.float32)
-        sums_ND = sums_ND.at[at_N].add(d_BTD.reshape(-1, D)[order_N].astype(jnp.float32), indices_are_sorted=True)
+        zeros_ND, d_BTD = zeros_after((index_BT.size, D), jnp.float32, d_BTD)
+        sums_ND = zeros_ND.at[at_N].add(d_BTD.reshape(-1, D)[order_N].astype(jnp.float32), indices_are_sorted=True)
+        zeros_RD, sums_ND = zeros_after((rows, D), like.dtype, sums_ND)
 
         def put(first: jax.Array) -> jax.Array:
             held_N = begins_N & (first <= index_N) & (index_N < first + rows)
             row_N = jnp.where(held_N, index_N - first, rows)  # past the last: dropped
-            return jnp.zeros((rows, D), like.dtype).at[row_N].set(sums_ND.astype(like.dtype), mode="drop")
+            return zeros_RD.at[row_N].set(sums_ND.astype(like.dtype), mode="drop")
 
         return jax.vmap(put)(rows * jnp.arange(shards))
 

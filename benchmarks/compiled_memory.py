@@ -153,6 +153,15 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", gemma, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few, small))
     yield MemoryCase("train", gemma, "tpu-v5p:2x2x2", 32, 4096, fsdp(8), (few, small, auto))
 
+    # Layers that are written out, with the peak in a layer; and the loss of few tokens within a loop of microbatches.
+    one, each = "llama3.2-1b", (few, small, auto, written_out)
+    yield MemoryCase("train", one, "h100-sxm5", 8, 2048, overrides=each)
+    yield MemoryCase("train", one, "h100-sxm5", 8, 2048, overrides=(*each, less))
+    yield MemoryCase("train", one, "h100-sxm5:4", 32, 2048, fsdp(4), each)
+    halves = "training.microbatches=2"
+    yield MemoryCase("train", one, "h100-sxm5:4", 64, 2048, fsdp(4), (*each, halves))
+    yield MemoryCase("train", one, "h200-sxm:4", 8, 2048, Layout(data=2, fsdp=2), (few, auto, full, halves))
+
     yield MemoryCase("prefill", llama, "h200-sxm", 4, 4096)
     yield MemoryCase("prefill", llama, "h100-sxm5:8", 8, 4096, tensor(1, 8))
     yield MemoryCase("prefill", llama, "tpu-v5e:2x4", 4, 4096, tensor(1, 8))

@@ -126,8 +126,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     through = any(use.layer is not None and device.trains(use) for use in recording.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
     resident, sums, slices = trained(work), _sums(work, total), _slices(device)
-    if not work.execution.in_loop:  # XLA fills with zeros at once what waits for no loop
-        sums += sum(device.cost(use).workspace.sums for use in recording.by_layer[None])
+    resident = resident._replace(parameters=resident.parameters + _laid_out_again(device))
     saved = layer_memory.kept(representative) if through else 0
     state, parameters = resident.optimizer, resident.parameters + slices
 
@@ -177,6 +176,27 @@ def _slices(device: DeviceStep) -> int:
     if work.platform != "tpu" and work.microbatches == 1 and work.remat == "none" and not gathers:
         return 0
     return numbers.stacked * work.itemsize
+
+
+def _laid_out_again(device: DeviceStep) -> int:
+    """Return the bytes of the copies of parameters in the layout in which a GPU's program gathers them.
+
+    The dimension that is gathered comes first there. A parameter that has it elsewhere, as products that end in the
+    residual and tables [V, D] do, is copied as a whole before a loop over layers or microbatches.
+    """
+    work, recording = device.work, device.recording
+    if work.platform == "tpu":
+        return 0
+    paths = set()
+    for use in recording.uses:
+        is_in_loop = work.microbatches > 1 or (use.layer is not None and work.execution.in_loop)
+        if (over := device.gathered_over(use)) and is_in_loop:
+            i = recording.weights[use.results[0]]
+            first, *_ = work.rules.placed(use.marker.operands[i], use.shapes[i], work.layout)
+            if set(first).isdisjoint(over):
+                paths.add(recording.parameter(use))
+    parameters = work.parameters
+    return work.itemsize * sum(work.stored(parameters[path].axes, parameters[path].shape) for path in paths)
 
 
 def _loss(device: DeviceStep) -> tuple[RecordedOp, LossWorkspace]:

@@ -251,14 +251,12 @@ class Workspace(NamedTuple):
       forward, backward: where there are any, they are more than all else in its layer.
       keeping: those of the forward pass where all is kept that the backward pass reads, and of that backward pass.
       beside: in the forward pass, beside all that is there.
-      sums: in which the backward pass adds up a gradient in float32.
     """
 
     forward: int = 0
     backward: int = 0
     keeping: tuple[int, int] = (0, 0)
     beside: int = 0
-    sums: int = 0
 
 
 class LossWorkspace(NamedTuple):

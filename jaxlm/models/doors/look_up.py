@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from jaxlm.models.doors.cost import DoorCost, Local, Loop, Workspace, loop
+from jaxlm.models.doors.cost import DoorCost, Local, Loop, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.embedding import looked_up
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL
@@ -19,12 +19,11 @@ def _signature(table: nnx.Param, index_BT: jax.Array) -> Signature:
 
 
 def _declare(local: Local) -> DoorCost:
-    (table, index), (x,) = local.operands, local.results
+    (_, index), (x,) = local.operands, local.results
     numbers = index.numbers * x.shape[-1]  # of the whole sequence
     # What is looked up once for all rows, as positions are, XLA fuses into what reads it.
     passes = (loop(_LOOK_UP, x, "look-up", numbers),) if local.options["by_token"] else ()
-    sums = 4 * numbers if table.is_trained and table.itemsize < 4 else 0
-    return DoorCost(passes=passes, workspace=Workspace(sums=sums), contracted=(0, range(1)))
+    return DoorCost(passes=passes, contracted=(0, range(1)))
 
 
 @door(_signature, _declare, pinned=True)

@@ -23,8 +23,6 @@ from jaxlm.config import load
 from jaxlm.core.schema import Count
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.cache import kv_cache
-from jaxlm.costs.counted.device import device_step
-from jaxlm.costs.counted.layer_memory import kept_by_layer
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import plan
@@ -375,19 +373,15 @@ sequence = 512
     ids=["train", "train-loop", "prefill", "decode"],
 )
 def test_the_compiled_step_has_the_counted_flops(kind, overrides, tmp_path):
-    """And the counted memory, which is that of layers in a loop (docs/memory.md)."""
+    """And nearly the counted memory: in a model as small as this the float32 parts that XLA adds up after a product,
+    which are not counted, are a tenth."""
     file, target = tmp_path / "mine.toml", Target.parse("h200-sxm:4")
     file.write_text(FILE)
     mesh = meshes.make(2, 1, 2, devices=targets.devices(target))
     found = report.compile(load(file, overrides, kind), kind, target, mesh, False).report
     assert found.flops == found.counted_flops
-    counted, compiled = found.plan.memory.total, found.memory.peak
-    if found.plan.work.kind == "train" and not found.plan.work.execution.in_loop:
-        # The backward pass of a loop takes what a layer kept out of the stacks; that of layers written out reads it
-        # where it is.
-        assert counted - kept_by_layer(device_step(found.plan.work))[0].total < compiled < counted
-    elif kind != "prefill":  # of a prompt's tiles XLA keeps more than is counted
-        assert counted == pytest.approx(compiled, rel=0.1)
+    if kind != "prefill":  # of a prompt's tiles XLA keeps more than is counted
+        assert found.plan.memory.total == pytest.approx(found.memory.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("sizes", sampled([{}, {"tensor": 2}, {"data": 2, "tensor": 2}], ["{}"]), ids=str)

@@ -318,6 +318,7 @@ class LoadedModel:
 
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
         from jaxlm.inference.engine import Engine
+        from jaxlm.inference.grammar import Grammars
 
         self._step, parameters = self._restored
         del self._restored  # the engine keeps weights in a form of its own, and two are too many
@@ -328,6 +329,7 @@ class LoadedModel:
             settings,
             valid_token_mask=self.tokenizer and self.tokenizer.valid_token_mask(self.config.vocab_size),
             stop_token_ids=(self.tokenizer or self.source.text).stop_token_ids,
+            grammars=self.tokenizer and Grammars(self.tokenizer, self.config.vocab_size),
             kernels=self.experiment.execution.kernels,
             draft=self._draft_model(settings),
         )

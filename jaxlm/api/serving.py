@@ -133,6 +133,8 @@ def ready_engine(model: "LoadedModel", progress: Progress = nullcontext) -> "tup
     processes.check_same("caches", {"pages": list(engine.runner.cache.counts)}, "give all the same --cache-memory")
     with progress(f"compiling {len(engine.runner.programs.shapes.all(scores=True))} programs"):
         engine.warm(scores=True)
+    assert engine.grammars is not None, "it has a tokenizer"
+    engine.grammars.warm()
     with progress("comparing what they compute"):
         return engine, engine.check()
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from jaxlm.api.model import MAX_ANSWER_TOKENS, MAX_TOKENS
 from jaxlm.cli import chat, engine, prompts, trained
-from jaxlm.cli.paths import as_utf8
+from jaxlm.cli.paths import as_utf8, path
 from jaxlm.core.errors import InputError, in_one_line
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
     from jaxlm.cli.prompts import Conversation, Prompt
     from jaxlm.inference.completion import TextChunk
+    from jaxlm.inference.grammar import Grammar
     from jaxlm.inference.requests import Sampling
 
 
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (kind, metavar, explanation) in _SAMPLING.items():
         parser.add_argument(_option(name), type=kind, metavar=metavar, help=explanation)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--json-schema", type=path, metavar="FILE", help="continue with a value of this JSON schema, as JSON"
+    )
+    form.add_argument("--regex", type=as_utf8, metavar="PATTERN", help="continue with a text that matches this whole")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random draws (%(default)s)")
     engine.add_arguments(parser)
 
@@ -79,6 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     if "" in arguments.stop:
         raise InputError("--stop '' would end every text; give at least one character")
     check_seed(arguments.seed, _option)
+    grammar = _grammar(arguments)
     asked = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
     Sampling(**asked).check(_option)
     model = engine.load(arguments)
@@ -86,12 +93,12 @@ def main(arguments: argparse.Namespace) -> int:
         chat.prepare(model, inputs or [], arguments)
     sampling = model.sampling(**asked)
     if inputs is None and arguments.chat:
-        _converse(model, sampling, arguments)
+        _converse(model, sampling, arguments, grammar)
         return 0
     if inputs is None:
-        _interact(model, sampling, arguments)
+        _interact(model, sampling, arguments, grammar)
         return 0
-    pieces = _drawn(model, inputs, sampling, arguments)
+    pieces = _drawn(model, inputs, sampling, arguments, grammar)
     if arguments.json:
         from jaxlm.inference.completion import completions
 
@@ -106,27 +113,51 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _grammar(arguments: argparse.Namespace) -> "Grammar | None":
+    """Return the grammar that is given, if one is. Raises InputError for a file that cannot be read."""
+    from jaxlm.inference.grammar import Grammar
+
+    if arguments.regex is not None:
+        return Grammar("regex", arguments.regex)
+    if arguments.json_schema is None:
+        return None
+    try:
+        return Grammar("json_schema", arguments.json_schema.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--json-schema {arguments.json_schema} cannot be read: {error}") from None
+
+
 def _drawn(
-    model: "LoadedModel", inputs: "list[Prompt]", sampling: "Sampling", arguments: argparse.Namespace, stream: int = 0
+    model: "LoadedModel",
+    inputs: "list[Prompt]",
+    sampling: "Sampling",
+    arguments: argparse.Namespace,
+    grammar: "Grammar | None",
+    stream: int = 0,
 ) -> "Iterator[TextChunk]":
     asked = model.requests(inputs, arguments.max_tokens, arguments.num_samples, sampling, arguments.stop, named=_option)
-    return model.complete([request._replace(stream=request.stream + stream) for request in asked], arguments.seed)
+    requests = [request._replace(stream=request.stream + stream, grammar=grammar) for request in asked]
+    return model.complete(requests, arguments.seed)
 
 
-def _interact(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Namespace) -> None:
+def _interact(
+    model: "LoadedModel", sampling: "Sampling", arguments: argparse.Namespace, grammar: "Grammar | None"
+) -> None:
     """Continue each line of standard input. A prompt that cannot be continued, and Ctrl-C, end that prompt alone."""
     for line, prompt in enumerate(prompts.lines()):
         try:
-            _show(_drawn(model, [prompt], sampling, arguments, line), [prompt], arguments.num_samples)
+            _show(_drawn(model, [prompt], sampling, arguments, grammar, line), [prompt], arguments.num_samples)
         except KeyboardInterrupt:
             print()
         except InputError as error:
             print(f"jaxlm: {in_one_line(error)}", file=sys.stderr)
 
 
-def _converse(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Namespace) -> None:
+def _converse(
+    model: "LoadedModel", sampling: "Sampling", arguments: argparse.Namespace, grammar: "Grammar | None"
+) -> None:
     def answers(messages: "Conversation", turn: int) -> "Iterator[TextChunk]":
-        return _drawn(model, [messages], sampling, arguments, turn)
+        return _drawn(model, [messages], sampling, arguments, grammar, turn)
 
     def show(pieces: "Iterator[TextChunk]") -> None:
         _show(pieces, [[]], 1)

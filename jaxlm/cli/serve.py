@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxlm.api.serving import Progress
     from jaxlm.parallel.processes import ProcessSpec
 
-_NEEDS = ("starlette", "uvicorn", "prometheus_client")
+_NEEDS = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
 # The same for all processes.

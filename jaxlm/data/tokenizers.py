@@ -200,6 +200,10 @@ class Tokenizer:
         return frozenset(self.controls.values())
 
     @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
     def _decoder_steps(self) -> list[dict[str, Any]]:
         decoder = self._backend.decoder
         return control_tokens.steps(json.loads(decoder.__getstate__()) if decoder else None)
@@ -220,7 +224,7 @@ class Tokenizer:
         name = self._backend.id_to_token(token)
         if name is None:
             return b""
-        if token in self._backend.get_added_tokens_decoder():
+        if token in self._added_ids:
             return name.encode()
         if isinstance(self._backend.decoder, decoders.ByteLevel):
             return _bytes_of(name)

@@ -3,6 +3,7 @@
 import json
 from typing import Any, Literal, NamedTuple
 
+from jaxlm.inference.grammar import Grammar
 from jaxlm.inference.requests import Request, Sampling
 
 
@@ -44,4 +45,5 @@ def _request(described: Any) -> Request:
     sampling = described["sampling"]
     if sampling["logit_bias"] is not None:  # JSON turns the ids into texts
         sampling["logit_bias"] = {int(id): bias for id, bias in sampling["logit_bias"].items()}
-    return Request(**{**described, "sampling": Sampling(**sampling)})
+    grammar = described["grammar"] and Grammar(*described["grammar"])
+    return Request(**{**described, "sampling": Sampling(**sampling), "grammar": grammar})

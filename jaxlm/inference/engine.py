@@ -15,6 +15,7 @@ from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.commands import EngineCommand, encode_commands
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.generation import EndReason, Token
+from jaxlm.inference.grammar import Grammars
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts, check_stop_tokens
@@ -66,6 +67,7 @@ class Engine:
       valid_token_mask: bool [V], whether an id has a token; ids without a token are never drawn. None where all ids
         have one.
       stop_token_ids: ids that end every request.
+      grammars: of the model's tokens; None where requests have no grammars.
       kernels: `execution.kernels`.
       draft: draws the drafts of `settings.speculation`, unless they are looked up.
 
@@ -81,12 +83,14 @@ class Engine:
         *,
         valid_token_mask: np.ndarray | None = None,
         stop_token_ids: Collection[int] = (),
+        grammars: Grammars | None = None,
         kernels: Kernels = "auto",
         draft: DraftModel | None = None,
     ):
         self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
         if (settings.drafts > 0 and not settings.looks_up) != (draft is not None):
             raise InputError("a draft model is given exactly where speculation has a source other than ngram")
+        self.grammars = grammars
         programs = EnginePrograms.of(model, mesh, jax.tree.leaves(parameters)[0].dtype, settings, kernels)
         self.runner = Runner(
             programs,
@@ -163,7 +167,7 @@ class Engine:
 
     def warm(self, scores: bool = False) -> None:
         """Compile all programs before the first request."""
-        self.runner.warm(scores)
+        self.runner.warm(scores, masks=self.grammars is not None)
 
     def check(self) -> bool:
         """Return whether a row is computed in one way by all programs, to the bit. To be called before requests."""
@@ -177,19 +181,30 @@ class Engine:
           seed: of the random numbers, of which the request takes its stream.
           salt: prefixes of prompts are shared under one salt alone.
 
-        Raises InputError as `check_prompts`, `check_biases` and `check_stop_tokens` do, and where `min_tokens` bars
-        more ids than a row keeps; `scheduler.NeverFits` if it could not run alone, and `scheduler.Full` if too many
-        wait.
+        Raises InputError as `check_prompts`, `check_biases`, `check_stop_tokens` and `Grammars.matcher` do, and where
+        `min_tokens` bars more ids than a row keeps; `scheduler.NeverFits` if it could not run alone, and
+        `scheduler.Full` if too many wait.
         """
         check_prompts(self.model, [request.prompt], request.max_tokens)
         check_biases(self.model, request.sampling)
         check_stop_tokens(self.model, request.stop_token_ids)
+        matcher = None
+        if request.grammar is not None:
+            if self.grammars is None:
+                raise InputError("a grammar is of texts, and the model has no tokenizer; leave the grammar out")
+            ends = request.ending_ids(self._stop_token_ids)
+            matcher = self.grammars.matcher(request.grammar, ends, request.min_tokens)
         # Where rotary angles depend on the length of a sequence, keys are shared within one class of lengths.
         classes = np.array(angle_classes(self.model, request.most_tokens), np.int64)
         key_salt = classes.tobytes() + salt
         with self._lock:
             id = self._scheduler.submit(
-                request, priority=priority, seed=seed, salt=key_salt, stop_token_ids=self._stop_token_ids
+                request,
+                priority=priority,
+                seed=seed,
+                salt=key_salt,
+                stop_token_ids=self._stop_token_ids,
+                matcher=matcher,
             ).id
             if self._tell is not None:
                 self._commands.append(EngineCommand("submit", id, request, priority, seed, salt.hex()))
@@ -266,6 +281,7 @@ class Engine:
                     None if has_ended else token,
                     token.id if has_ended else None,
                     None if left else generation.end,
+                    generation.matcher.error if generation.matcher and generation.end == "error" else None,
                     hidden=None if hidden_ND is None else hidden_ND[n],
                     cached=generation.cached,
                 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from jaxlm.inference.acceptance import Acceptance
+from jaxlm.inference.grammar import Matcher
 from jaxlm.inference.pages import SequencePages
 from jaxlm.inference.requests import BarredTokens, Request
 
@@ -38,6 +39,7 @@ class Generation:
       priority: smaller is sooner; then the smaller id.
       seed: of its random numbers.
       salt: prefixes are shared under one salt alone.
+      matcher: of its grammar, behind its tokens; None without a grammar.
       shard: the index of the shard of devices that has its pages and its slot; -1 while it waits.
       holding: its pages; None while it waits.
       slot: the index of its state on the shard; -1 while it waits.
@@ -58,6 +60,7 @@ class Generation:
     priority: int
     seed: int
     salt: bytes
+    matcher: Matcher | None = None
     shard: int = -1
     holding: SequencePages | None = None
     slot: int = -1
@@ -91,6 +94,23 @@ class Generation:
     def is_drawn(self) -> bool:
         """True once the last token that it may draw is dispatched, however many drafts are refused."""
         return not self.is_reading and self.computed >= self.request.most_tokens
+
+    @property
+    def awaits_draw(self) -> bool:
+        """True while it must not draw: which tokens its grammar allows depends on one that is not read back."""
+        return self.matcher is not None and bool(self.pending)
+
+    def take(self, token: int) -> EndReason | None:
+        """Add a token that was read back, and return why the generation ends with it, if it does."""
+        self.tokens.append(token)
+        is_last = self.drawn == self.request.max_tokens
+        if self.matcher is not None:
+            self.matcher.accept(token)
+            if self.matcher.has_ended:
+                return "stop"
+            if self.matcher.error and not is_last:
+                return "error"
+        return "length" if is_last else None
 
     @property
     def shareable(self) -> list[int]:

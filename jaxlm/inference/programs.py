@@ -183,11 +183,17 @@ class EnginePrograms:
         operands = self.abstract_parameters(), pages, self._state.upcoming, batch, self._valid_token_mask
         return self._program(on_shards, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
 
-    def draw(self, draws: int) -> MeshProgram:
-        """Return the draw of so many tokens on each shard, which gives up the state. All devices get the tokens."""
-        drawing = on_each_shard(draw, "batch", (True, True, True, False))
+    def draw(self, draws: int, *, is_masked: bool = False) -> MeshProgram:
+        """Return the draw of so many tokens on each shard, which gives up the state. All devices get the tokens.
+
+        `is_masked`: the draw takes the ids that each token may be.
+        """
+        drawing = on_each_shard(draw, "batch", (True, True, True, False, *[True] * is_masked))
         ids = self._on_all(jax.ShapeDtypeStruct((self.shards * draws,), jnp.int32))
         operands = self._state, self._logits(draws), DrawRows(ids, ids, ids, ids), self._valid_token_mask
+        if is_masked:
+            size = self.shards * draws, -(-self.model.vocab_size // 32)
+            operands = *operands, self._on_all(jax.ShapeDtypeStruct(size, jnp.uint32))
         return self._program(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
 
     def empty_draft_rows(self, sequences: int, cache: CacheSize) -> DraftRows:
@@ -279,9 +285,9 @@ def compiled_proposal(programs: EnginePrograms, cache: CacheSize, sequences: int
 
 
 @lru_cache(maxsize=_KEPT)
-def compiled_draw(programs: EnginePrograms, draws: int) -> jax.stages.Compiled:
+def compiled_draw(programs: EnginePrograms, draws: int, *, is_masked: bool = False) -> jax.stages.Compiled:
     """Return the compiled draw of so many tokens."""
-    return programs.draw(draws).compile()
+    return programs.draw(draws, is_masked=is_masked).compile()
 
 
 @lru_cache(maxsize=_KEPT)

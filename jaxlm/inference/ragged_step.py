@@ -180,12 +180,21 @@ class DrawRows(NamedTuple):
     position_Q: np.ndarray
 
 
-def draw(state: SlotState, logits_QV: jax.Array, rows: DrawRows, valid_V: jax.Array) -> tuple[SlotState, DrawResults]:
+def draw(
+    state: SlotState,
+    logits_QV: jax.Array,
+    rows: DrawRows,
+    valid_V: jax.Array,
+    allowed_QW: jax.Array | None = None,
+) -> tuple[SlotState, DrawResults]:
     """Draw a token after each row from logits, as the row's slot says, and return the state after it.
 
     A draft is accepted if it equals the token that is drawn in its place with the random numbers of that place
     (arXiv:2408.07978), so that the tokens of a sequence are the same whatever the drafts. A program of its own: it
     takes as long to compile as a step of a small model, and is the same for all steps.
+
+    Args:
+      allowed_QW: uint32 [Q, ⌈V / 32⌉], the ids that each token may be, as `sample` takes them; None for all.
     """
     slot_Q = rows.slot_Q
     token_Q, read_Q, is_read_Q = state.upcoming.rows(slot_Q, rows.draft_Q, rows.limit_Q)
@@ -199,7 +208,7 @@ def draw(state: SlotState, logits_QV: jax.Array, rows: DrawRows, valid_V: jax.Ar
     def counts() -> jax.Array:
         return count_drafts(counts_SV[slot_Q], token_Q, rows.draft_Q, drafts)
 
-    drawn = sample(logits_QV, how, position_Q, valid_V, counts)
+    drawn = sample(logits_QV, how, position_Q, valid_V, counts, allowed_QW)
     is_accepted_Q = accepted(token_Q, is_read_Q | ~is_run_Q, rows.draft_Q, drawn.token, drafts)
     is_foreseen_Q = drawn.token == drafts_after(state.upcoming.draft_SK, slot_Q, rows.draft_Q)
     # A row that is not accepted writes to no slot, and of a run the last row that is accepted says how it goes on.

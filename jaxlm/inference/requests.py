@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
+from jaxlm.inference.grammar import Grammar
 from jaxlm.models.config import ModelConfig
 
 # Bounds of what divides logits: beyond them, float32 overflows or all are alike.
@@ -104,6 +105,9 @@ class Request(NamedTuple):
     on, and of the likeliest one in its place; with `ranks` for the token's rank and the `MAX_LOGPROBS` likeliest ones.
     After the last one of the prompt that token is `following`, where it is given. `hidden` asks for the stream that
     each token is drawn from.
+
+    With a `grammar` the tokens are those of a text of the grammar, as long as `max_tokens` lets it become, and an id
+    ends the text where the text fits the grammar. The text ends without an id where the grammar lets nothing follow.
     """
 
     prompt: Sequence[int]
@@ -120,6 +124,11 @@ class Request(NamedTuple):
     following: int | None = None
     ranks: bool = False
     hidden: bool = False
+    grammar: Grammar | None = None
+
+    def ending_ids(self, stop_token_ids: Collection[int]) -> frozenset[int]:
+        """Return all ids that end the continuation; `stop_token_ids`: those of the model."""
+        return frozenset((*self.stop_token_ids, *(() if self.ignores_stop_tokens else stop_token_ids)))
 
     @property
     def most_tokens(self) -> int:

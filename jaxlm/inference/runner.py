@@ -26,6 +26,8 @@ from jaxlm.parallel.collectives import on_each_shard
 from jaxlm.parallel.partition import replicated, using_rules
 from jaxlm.parallel.rules import ENGINE
 
+_ALL_IDS = np.uint32(2**32 - 1)  # of 32
+
 
 @dataclass(frozen=True)
 class PendingStep:
@@ -143,11 +145,13 @@ class Runner:
             for count, window in zip(self.cache.counts, self.programs.layout.groups, strict=True)
         ]
 
-    def warm(self, scores: bool = False) -> None:
-        """Compile all programs, several at a time, so that no request waits for one."""
+    def warm(self, scores: bool = False, masks: bool = False) -> None:
+        """Compile all programs, several at a time, so that no request waits for one; with `masks` also those of
+        requests with a grammar."""
         with ThreadPoolExecutor() as pool:
             compiling = [*map(partial(pool.submit, self._step), self._shapes[scores])]
-            for program in (self._draw, self._gather) if self.programs.shards > 1 else (self._draw,):
+            draws = [self._draw, *[partial(self._draw, is_masked=True)] * masks]
+            for program in (*draws, self._gather) if self.programs.shards > 1 else draws:
                 compiling += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
             if self._drafter:
                 compiling += [*map(partial(pool.submit, self._drafter.warm), self._shapes[False])]
@@ -169,14 +173,16 @@ class Runner:
                         self._count((index, slot), generation.tokens, generation.prompt)
                     self._remember((index, slot), generation.tokens)
         shape = self._shape(plan)
-        results, draws = self._run(shape, self._batch(plan, shape))
+        results, draws = self._run(shape, self._batch(plan, shape), self._masks(plan, shape))
         hidden_QD = None
         if any(generation.request.hidden for generation in plan.draws):
             is_whole = self.programs.shards == 1
             hidden_QD = results.hidden_QD if is_whole else self._gather(shape.decode)(results.hidden_QD)
         return PendingStep(plan, shape, results, draws, hidden_QD)
 
-    def _run(self, shape: StepShape, batch: Batch) -> tuple[StepResults, DrawResults]:
+    def _run(
+        self, shape: StepShape, batch: Batch, allowed_QW: np.ndarray | None = None
+    ) -> tuple[StepResults, DrawResults]:
         self._pages, results = self._step(shape)(
             self._parameters, self._pages, self._state.upcoming, batch, self._valid_token_mask
         )
@@ -185,10 +191,23 @@ class Runner:
         rows = DrawRows(batch.slot_Q, batch.draft_Q, batch.limit_Q, position_Q)
         if self._drafter:
             self._drafter.read(shape, self._state.upcoming, batch)
-        self._state, draws = self._draw(shape.decode)(self._state, results.logits_QV, rows, self._valid_token_mask)
+        masks = () if allowed_QW is None else (allowed_QW,)
+        drawing = self._draw(shape.decode, is_masked=bool(masks))
+        self._state, draws = drawing(self._state, results.logits_QV, rows, self._valid_token_mask, *masks)
         if self._drafter:
             self._state = self._drafter.propose(shape, self._state, batch)
         return results, draws
+
+    def _masks(self, plan: StepPlan, shape: StepShape) -> np.ndarray | None:
+        """Return the ids that each draw of a step may give, as `draw` takes them; None where no grammar bars any."""
+        if not any(generation.matcher for generation in plan.draws):
+            return None
+        allowed_QW = np.full((len(plan.shards) * shape.decode, -(-self.programs.model.vocab_size // 32)), _ALL_IDS)
+        for index, shard in enumerate(plan.shards):
+            for generation, rows in shard.rows_of_draws():
+                if generation.matcher is not None:
+                    allowed_QW[index * shape.decode + rows.start] = generation.matcher.allowed_W
+        return allowed_QW
 
     def _set_slot(self, slot: tuple[int, int], how: SlotSampling) -> None:
         """Set how a slot of a shard draws, unless the slot draws so already."""

@@ -147,6 +147,7 @@ def sample(
     position_R: jax.Array,
     valid_V: jax.Array | None = None,
     counts: Callable[[], jax.Array] | None = None,
+    allowed_RW: jax.Array | None = None,
 ) -> Drawn:
     """Draw a token for each row: it depends on the row's logits, options, seed, stream, position and counts alone.
 
@@ -160,10 +161,12 @@ def sample(
       valid_V: bool, whether an id has a token; ids without a token have probability 0. None where all ids have one.
       counts: returns the counts [R, V] of the tokens before (`token_counts`), which are read where a row has a
         penalty; None where no row has one.
+      allowed_RW: uint32 [R, ⌈V / 32⌉], the ids that each row may draw: bit i % 32 of word i // 32 is that of id i. None
+        where all rows may draw any.
     """
     # Logits are gathered once, so that no branch exchanges anything: shards need not take the same branches.
     logits_RV = constrain(logits_RV, "batch", None)
-    changed_RV = adjusted(logits_RV, how, position_R, valid_V, counts)
+    changed_RV = adjusted(logits_RV, how, position_R, valid_V, counts, allowed_RW)
     likeliest_R = jnp.argmax(changed_RV, axis=-1).astype(jnp.int32)
     is_drawn_R = how.temperature > 0.0
 
@@ -190,9 +193,10 @@ def adjusted(
     position_R: jax.Array,
     valid_V: jax.Array | None = None,
     counts: Callable[[], jax.Array] | None = None,
+    allowed_RW: jax.Array | None = None,
 ) -> jax.Array:
-    """Return logits after penalties and biases (`Sampling`), −∞ for ids without a token and for those that are barred;
-    arguments as of `sample`."""
+    """Return logits after penalties and biases (`Sampling`), −∞ for ids without a token and for those that are barred
+    or not allowed; arguments as of `sample`."""
 
     def penalised() -> jax.Array:
         counts_RV = counts()
@@ -213,7 +217,17 @@ def adjusted(
     is_over_RB = (how.bias == -jnp.inf) & (position_R >= how.barred_until)[:, None]
     bias_RB = jnp.where(is_over_RB, 0.0, how.bias)
     changed_RV = _if_any(bias_RB != 0.0, biased, lambda: changed_RV)
-    return changed_RV if valid_V is None else jnp.where(valid_V[None], changed_RV, -jnp.inf)
+    if valid_V is not None:
+        changed_RV = jnp.where(valid_V[None], changed_RV, -jnp.inf)
+    if allowed_RW is not None:
+        changed_RV = jnp.where(_bits_of(allowed_RW, changed_RV.shape[-1]), changed_RV, -jnp.inf)
+    return changed_RV
+
+
+def _bits_of(words_RW: jax.Array, V: int) -> jax.Array:
+    """Return the first V bits of each row of words, bool [R, V], the lowest bit of a word first."""
+    bits_RWB = words_RW[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+    return bits_RWB.reshape(len(words_RW), -1)[:, :V] == 1
 
 
 def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:

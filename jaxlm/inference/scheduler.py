@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from jaxlm.core.errors import InputError
 from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.generation import Chunk, DecodeRun, EndReason, Generation
+from jaxlm.inference.grammar import Matcher
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.requests import MAX_BIASES, Request
 from jaxlm.inference.shard import Admission, Shard
@@ -183,13 +184,15 @@ class Scheduler:
         seed: int = 0,
         salt: bytes = b"",
         stop_token_ids: Collection[int] = (),
+        matcher: Matcher | None = None,
     ) -> Generation:
-        """Put a request into the queue; `stop_token_ids` end the request beside its own.
+        """Put a request into the queue; `stop_token_ids` end the request beside its own, and `matcher` is that of its
+        grammar.
 
         Raises NeverFits if it could not run alone, and Full if too many wait.
         """
         prompt, longest = len(request.prompt), self._longest
-        stops = frozenset((*request.stop_token_ids, *(() if request.ignores_stop_tokens else stop_token_ids)))
+        stops = request.ending_ids(stop_token_ids)
         if not prompt or request.max_tokens < 1:
             raise InputError("a request has one token of prompt or more, and max_tokens of 1 or more")
         if request.min_tokens and len(stops) + len(request.sampling.logit_bias or ()) > MAX_BIASES:
@@ -220,6 +223,7 @@ class Scheduler:
             priority=priority,
             seed=seed,
             salt=salt,
+            matcher=matcher,
         )
         self._live[generation.id] = generation
         self._wait(generation)
@@ -256,7 +260,7 @@ class Scheduler:
                 continue
             generation = later.popleft()
             shard, start = self._shards[generation.shard], generation.computed
-            if generation.is_drawn or (generation.is_reading and not shard.tiles):
+            if generation.is_drawn or generation.awaits_draw or (generation.is_reading and not shard.tiles):
                 continue
             if generation.is_reading:
                 count = min(len(generation.tokens) - start, shard.tiles * self._tile)
@@ -271,7 +275,7 @@ class Scheduler:
                     generation.is_reading = False
                     generation.pending.append(chunk)
             else:
-                drafts = generation.acceptance.drafts(self._drafts, worth)
+                drafts = 0 if generation.matcher else generation.acceptance.drafts(self._drafts, worth)
                 most = min(generation.reach + 1 + drafts, generation.request.most_tokens)
                 limit = self._extended(generation, start + 1, most, later)
                 if limit == start:
@@ -289,7 +293,7 @@ class Scheduler:
         """Take the token ids that a step has drawn, by the id of the generation: with drafts several or none. Return
         the generations that took tokens, with how many they took: a generation that had ended drops its tokens, and
         the token that ends a generation those after it. An id among the `stop_token_ids` of a generation ends the
-        generation and is not added to its tokens.
+        generation and is not added to its tokens. A generation whose grammar lets no token follow ends with an error.
 
         Args:
           foreseen: ids of generations of which the last of these tokens equals the draft in its place.
@@ -299,7 +303,7 @@ class Scheduler:
             if generation.end:
                 continue
             run, ids = generation.pending.popleft(), drawn[generation.id]
-            if self._drafts and ids and isinstance(run, DecodeRun):
+            if self._drafts and ids and isinstance(run, DecodeRun) and not generation.matcher:
                 self.drafted += run.drafts
                 self.accepted += len(ids) - 1
                 right = len(ids) - 1 + (generation.id in foreseen)
@@ -310,10 +314,9 @@ class Scheduler:
                 if token in generation.stop_token_ids:
                     end = "stop"
                     break
-                generation.tokens.append(token)
+                end = generation.take(token)
                 self._waiting_tokens += generation.holding is None
-                if generation.drawn == generation.request.max_tokens:
-                    end = "length"
+                if end:
                     break
             if generation.holding:
                 generation.settle()

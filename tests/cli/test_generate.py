@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -171,6 +172,15 @@ def test_a_stop_string_ends_a_text_before_it(run, capsys):
     assert whole["finish_reason"] == "length" and len(cut["token_ids"]) < 20
 
 
+def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
+    asked = "--prompt", "alpha", "--max-tokens", 20, "--seed", 3
+    text = generated(capsys, run, *asked, "--regex", "[xy]{3}(z|w)")
+    assert re.fullmatch("[xy]{3}(z|w)", text["text"]) and text["finish_reason"] == "stop"
+    (tmp_path / "form.json").write_text('{"enum": ["so", {"a": [1]}]}')
+    text = generated(capsys, run, *asked, "--json-schema", tmp_path / "form.json")
+    assert json.loads(text["text"]) in ("so", {"a": [1]}) or text["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -183,6 +193,10 @@ def test_a_stop_string_ends_a_text_before_it(run, capsys):
         (["--prompt", "a", "--stop", ""], "--stop '' would end every text"),
         (["--prompt", "a", "--seed", str(2**63)], "--seed 9223372036854775808 must be from -9223372036854775808 to"),
         (["--prompt", "a", "--token-ids", "1"], "not allowed with argument"),
+        (["--prompt", "a", "--regex", "("], "the regular expression cannot be used: "),
+        (["--prompt", "a", "--json-schema", "FOLDER/none"], "none cannot be read: "),
+        (["--prompt", "a", "--json-schema", "FOLDER/odd.jsonl"], "the JSON schema cannot be read: "),
+        (["--prompt", "a", "--json-schema", "f", "--regex", "a"], "not allowed with argument"),
         (["--json"], "--json is of prompts that are given: add --prompt, --prompts or --token-ids"),
     ],
 )

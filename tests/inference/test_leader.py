@@ -12,6 +12,7 @@ from engine_fixtures import SMALL, check_pages
 from jaxlm.inference import leader
 from jaxlm.inference.commands import EngineCommand, decode_commands, encode_commands
 from jaxlm.inference.engine import Engine
+from jaxlm.inference.grammar import Grammar
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.models import tree
 from jaxlm.parallel import processes
@@ -20,6 +21,7 @@ from jaxlm.parallel import processes
 def test_requests_come_through_as_they_are():
     sampling = Sampling(0.5, 3, 0.9, logit_bias={7: -1.5}, logprobs=2)
     request = Request((1, 2), 9, sampling, ("a", "ö"), 4, frozenset([5, 3]), True, 2, scores_from=0, hidden=True)
+    request = request._replace(grammar=Grammar("regex", "a+"))
     submit = EngineCommand("submit", 0, request, -2, 11, b"\xff\0".hex())
     told = [submit, EngineCommand("finish", 0), EngineCommand("cancel", 7)]
     first, *others = decode_commands(encode_commands(told))

@@ -18,8 +18,8 @@ filtered = jax.jit(sampling.filtered)
 
 
 @jax.jit
-def sample(logits, how, position, valid=None, counts=None):
-    return sampling.sample(logits, how, position, valid, None if counts is None else lambda: counts)
+def sample(logits, how, position, valid=None, counts=None, allowed=None):
+    return sampling.sample(logits, how, position, valid, None if counts is None else lambda: counts, allowed)
 
 
 def kept(how, logits=LOGITS):
@@ -181,6 +181,25 @@ def test_a_row_without_a_token_is_never_drawn(how):
     logits, valid = [[0.0, 50.0, 0.0, 0.0, 50.0, 60.0]], [[True, False, True, True, False, False]]
     biased = how._replace(logit_bias={1: 100.0, 4: 100.0})
     assert set(draw(logits, biased, valid)) == ({0} if how.temperature == 0.0 else {0, 2, 3})
+
+
+@pytest.mark.parametrize("size", [31, 32, 33])
+def test_a_row_draws_what_it_may(size):
+    """And a row that may draw all has the bits that it has without masks; log-probabilities are the model's."""
+    draw = np.random.default_rng(size)
+    logits = draw.normal(0.0, 2.0, (ROWS, size)).astype(np.float32)
+    options = [Sampling(0.0, logprobs=3), Sampling(logprobs=0), Sampling(top_k=9, top_p=0.9), Sampling(min_p=0.1)]
+    given = logits, row_sampling(options * (ROWS // 4), seed=0), np.zeros(ROWS, np.int32)
+    may = draw.random((ROWS, size)) < 0.1
+    may[:, size // 2] |= ~may.any(axis=1)
+    may[::2] = True
+    bits = np.packbits(np.pad(may, ((0, 0), (0, -size % 32)), constant_values=True), axis=1, bitorder="little")
+    free, held = sample(*given), sample(*given, allowed=bits.view(np.uint32))
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one[::2], other[::2]), free, held)
+    assert may[np.arange(ROWS), held.token].all() and not may[np.arange(ROWS), free.token].all()
+    np.testing.assert_array_equal(free.top_logprobs, held.top_logprobs)
+    likeliest = np.where(may, logits, -np.inf).argmax(axis=1)
+    np.testing.assert_array_equal(held.token[::4], likeliest[::4])
 
 
 def test_a_vocabulary_without_gaps_and_counts_draws_as_ever():

@@ -150,7 +150,7 @@ class Runner:
         requests with a grammar."""
         with ThreadPoolExecutor() as pool:
             compiling = [*map(partial(pool.submit, self._step), self._shapes[scores])]
-            draws = [self._draw, *[partial(self._draw, is_masked=True)] * masks]
+            draws = [partial(self._draw, is_masked=is_masked) for is_masked in {False, masks}]
             for program in (*draws, self._gather) if self.programs.shards > 1 else draws:
                 compiling += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
             if self._drafter:

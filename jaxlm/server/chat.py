@@ -10,6 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jaxlm.inference.generation import Token
+from jaxlm.inference.grammar import Grammar, json_rule
 from jaxlm.inference.requests import MAX_LOGPROBS
 from jaxlm.server.answers.call_formats import FORMATS
 from jaxlm.server.answers.calls import CalledFunction
@@ -26,11 +27,13 @@ from jaxlm.server.messages import (
 )
 from jaxlm.server.prompt_scores import PromptLogprobs, prompt_logprobs
 from jaxlm.server.refusals import Refusal
-from jaxlm.server.schema import DrawingBody, RequestBody, drawing, in_words, neutral
+from jaxlm.server.request_body import RequestBody
+from jaxlm.server.schema import DrawingBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
 from jaxlm.server.texts import AnswerOptions, CompletionRequest, CompletionStream, TextDelta, Usage, truncated
 
 _OLD = "tools and tool_choice say the same"
+_NO_PARAMETERS = {"additionalProperties": False}
 _NO_AUDIO = "the models here read and write text"
 
 
@@ -60,14 +63,14 @@ class ChatBody(DrawingBody, ConversationBody):
     """Give the log-probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Give those of so many likeliest tokens too."""
-    response_format: neutral({"type": "text"}, why="answers are not held to a grammar yet") = None
     tools: list[ToolBody] | None = None
     """Functions that an answer may call, in the form that the model's chat template shows."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ToolChoice | None,
         in_words('"none", "auto", "required", or {"type": "function", "function": {"name": …}}'),
     ] = None
-    """"none" shows the model no tools; with "required", or a function, an answer begins with a call."""
+    """"none" shows the model no tools; with "required", or a function, an answer begins with a call, and is calls where
+    the model's form of calls has arguments as JSON."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables that the model's chat template reads, such as `enable_thinking`."""
     parallel_tool_calls: bool | None = None
@@ -104,6 +107,11 @@ class ChatBody(DrawingBody, ConversationBody):
         if must_call and not self.ending["reply"]:
             raise Refusal("tool_choice begins an answer; leave it out to go on with a message", param="tool_choice")
         return must_call
+
+    @property
+    def chosen(self) -> str | None:
+        """The function that the answer calls, if one is named."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
     def role(self) -> str:
@@ -247,14 +255,58 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStr
             before, begun = continued_text(template, body.messages, tools)
             answer = answer._replace(prompt_end=before, continued=begun)
         if body.must_call:
-            chosen = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
-            begun = form.opening(chosen, answer.prompt_end)
+            begun = form.opening(body.chosen, answer.prompt_end)
             answer, prompt = answer._replace(begun=begun), [*prompt, *with_controls(served.tokenizer, begun)]
+    grammar = _grammar(served, body, tools, answer)
     prompt = truncated(served, prompt, body.truncate_prompt_tokens, body.most_tokens)
     if not body.ignore_eos:
         options["stop_token_ids"] = (*options["stop_token_ids"], *template.stop_token_ids)
-    completion = CompletionRequest([prompt], body.most_tokens, sampling, is_answer=True, answer=answer, **options)
+    completion = CompletionRequest(
+        [prompt], body.most_tokens, sampling, is_answer=True, answer=answer, grammar=grammar, **options
+    )
     return CompletionStream(served, caller, completion)
+
+
+def _grammar(
+    served: ServedModel, body: ChatBody, tools: list[ToolBody], answer: AnswerOptions | None
+) -> Grammar | None:
+    """Return the grammar of an answer: of what it says, and of its calls, as far as either is asked for. Raises Refusal
+    for one that cannot be used."""
+    grammar, param, controls = body.grammar, body.grammar_param, served.tokenizer.controls
+    is_strict = any(tool.function.strict for tool in tools)
+    parallel = body.parallel_tool_calls is not False
+    # Of a tool that is not strict, what can be held to of its schema is.
+    arguments = {
+        tool.function.name: json_rule(
+            {"type": "object", **(tool.function.parameters or _NO_PARAMETERS)}, is_lenient=not tool.function.strict
+        )
+        for tool in tools
+    }
+    if answer is None:
+        whole = grammar
+    elif body.must_call:
+        rules = answer.form.grammar_behind_opening(body.chosen, arguments, controls, parallel)
+        whole = None if rules is None else Grammar("lark", rules)
+    elif grammar is None and not is_strict:
+        whole = None
+    elif body.continue_final_message and not tools:
+        whole = grammar
+    else:
+        speech = None if grammar is None else "@text"
+        rules = answer.form.grammar(speech, arguments, controls, answer.prompt_end, parallel)
+        around = (grammar or Grammar("lark"))._replace(**{"around" if grammar else "text": rules or ""})
+        whole = None if rules is None else around
+    cause = param if grammar is not None and not body.must_call else "tools"
+    if whole is None and (is_strict or grammar is not None):
+        raise Refusal(
+            f"{cause}: the form in which {served.name} writes {'calls' if tools else 'answers'} cannot be held to a "
+            "grammar; leave out strict tools, and tools beside a form of the text",
+            param=cause,
+            code="unsupported_parameter",
+        )
+    if whole is not None:
+        served.check_grammar(whole, cause)
+    return whole
 
 
 async def _whole(served: ServedModel, texts: CompletionStream, role: str, head: dict[str, Any]) -> ChatAnswer:

@@ -108,7 +108,10 @@ def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[C
     sampling = body.sampling(served.sampling, body.logprobs)
     asked = [body.logprobs if body.echo else None, body.prompt_logprobs]
     scores = max((likeliest for likeliest in asked if likeliest is not None), default=None)
-    completion = CompletionRequest(encoded, max_tokens, sampling, **drawing(body) | {"scores": scores})
+    if (grammar := body.grammar) is not None:
+        served.check_grammar(grammar, body.grammar_param)
+    options = drawing(body) | {"scores": scores}
+    completion = CompletionRequest(encoded, max_tokens, sampling, grammar=grammar, **options)
     return CompletionStream(served, caller, completion), echoed
 
 

@@ -11,7 +11,8 @@ from typing_extensions import TypedDict
 from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import Request, Sampling, check_prompts
 from jaxlm.server.refusals import Refusal
-from jaxlm.server.schema import RequestBody, in_words, neutral
+from jaxlm.server.request_body import RequestBody
+from jaxlm.server.schema import in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
 
 TokenId = Annotated[int, Field(ge=0)]

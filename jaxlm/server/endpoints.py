@@ -7,8 +7,8 @@ from typing import Any
 from jaxlm.server.chat import ChatAnswer, ChatBody, ChatChunk, answer_chat
 from jaxlm.server.completions import CompletionAnswer, CompletionBody, complete
 from jaxlm.server.embeddings import EmbeddingsAnswer, EmbeddingsBody, embed
+from jaxlm.server.request_body import RequestBody
 from jaxlm.server.responses import ResponseAnswer, ResponseEvent, ResponsesBody, respond
-from jaxlm.server.schema import RequestBody
 from jaxlm.server.served import Caller, ServedModel
 from jaxlm.server.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, detokenize, tokenize
 

@@ -11,7 +11,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.message_checks import known_role
 from jaxlm.server.refusals import Refusal, refusing
-from jaxlm.server.schema import RequestBody, in_words, neutral
+from jaxlm.server.request_body import RequestBody
+from jaxlm.server.schema import in_words, neutral
 from jaxlm.server.served import ServedModel
 
 _NO_AUDIO = "the models here read and write text"
@@ -38,7 +39,8 @@ class FunctionBody(RequestBody):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema of its arguments, which the model is shown."""
-    strict: neutral(False, why="arguments are not held to their schema yet") = None
+    strict: bool | None = None
+    """Hold the arguments of calls to their schema (false)."""
 
 
 class ToolBody(RequestBody):
@@ -46,6 +48,11 @@ class ToolBody(RequestBody):
 
     type: Literal["function"]
     function: FunctionBody
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The tool as a template shows it: models know nothing of `strict`."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 class CallArguments(RequestBody):
@@ -136,7 +143,7 @@ def encoded(
 ) -> list[int]:
     """Return the token ids of a conversation, by default up to where the answer begins (`ChatTemplate.encode`). Raises
     Refusal where the template refuses it."""
-    shown_tools = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    shown_tools = [tool.shown for tool in tools] or None
     shown = [_shown(message, template.source, place) for place, message in enumerate(messages)]
     with refusing("messages"):
         ids = template.encode(shown, reply=reply, tools=shown_tools, continues=continues)
@@ -149,7 +156,7 @@ def continued_text(
 ) -> tuple[str, str]:
     """Return the end of the conversation before an answer that is its final message, and the answer so far, both with
     the names of control tokens, as the template shows them."""
-    shown = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    shown = [tool.shown for tool in tools] or None
     *before, last = [_shown(message, template.source, place) for place, message in enumerate(messages)]
     with refusing("messages"):
         whole = template.render([*before, last], reply=False, tools=shown, continues=True)

@@ -10,9 +10,11 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jaxlm.server.events import Streamed
+from jaxlm.server.formats import TextFormat
 from jaxlm.server.messages import MessageBody, Role, TextPart, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
-from jaxlm.server.schema import RequestBody, Salt, SamplingBody, Seed, in_words, neutral
+from jaxlm.server.request_body import RequestBody
+from jaxlm.server.schema import Salt, SamplingBody, Seed, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
 from jaxlm.server.texts import AnswerOptions, CompletionRequest, CompletionStream
 
@@ -58,7 +60,8 @@ class ReasoningOptions(RequestBody):
 class TextOptions(RequestBody):
     """Options of the text of an answer."""
 
-    format: neutral({"type": "text"}, why="answers are not held to a grammar yet") = None
+    format: TextFormat | None = None
+    """The form of the text: any, an object of JSON, or the values of a JSON schema."""
     verbosity: neutral("medium", why="the models here have no such dial") = None
 
 
@@ -176,6 +179,14 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
         raise Refusal("input is empty; say something", param="input")
     template = template_of(served, effort=body.reasoning and body.reasoning.effort)
     form, prompt = served.answer_format, encoded(template, messages)
+    end, grammar = prompt_end(served, prompt), body.text and body.text.format and body.text.format.grammar
+    if grammar is not None:
+        if form:
+            rules = form.grammar("@text", {}, served.tokenizer.controls, end, parallel=True)
+            if rules is None:
+                raise Refusal(f"the answers of {served.name} cannot be held to a grammar", param="text.format")
+            grammar = grammar._replace(around=rules)
+        served.check_grammar(grammar, "text.format")
     completion = CompletionRequest(
         [prompt],
         body.max_output_tokens,
@@ -184,9 +195,16 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
         stop_token_ids=template.stop_token_ids,
         salt=body.cache_salt,
         is_answer=True,
-        answer=form and AnswerOptions(form, prompt_end=prompt_end(served, prompt)),
+        answer=form and AnswerOptions(form, prompt_end=end),
+        grammar=grammar,
     )
     return CompletionStream(served, caller, completion)
+
+
+def _format(body: ResponsesBody) -> dict[str, Any]:
+    """Return the form of the text as the answer repeats it."""
+    given = body.text and body.text.format
+    return given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
 
 
 def _content(item: ResponseItem) -> str | list[TextPart]:
@@ -272,7 +290,7 @@ class _Response:
             "previous_response_id": None,
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(body)},
             "tool_choice": "auto",
             "tools": [],
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,

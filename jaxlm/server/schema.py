@@ -3,24 +3,25 @@
 Values that clients send unasked and that change nothing are accepted; nothing else is taken and ignored.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, WrapValidator
-from pydantic import model_validator as validator
+from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import message_of
+from jaxlm.inference.grammar import Grammar
 from jaxlm.inference.requests import MAX_LOGPROBS, MAX_SEED, MIN_SEED, Sampling
+from jaxlm.server.formats import ResponseFormat, StructuredOutputs
 from jaxlm.server.refusals import Refusal
+from jaxlm.server.request_body import RequestBody
 
 Body = TypeVar("Body", bound="RequestBody")
 
-_MEMBER = re.compile(r"str|list\[.*\]")  # of a union, in the place of an error
+_MEMBER = re.compile(r"str|(list|dict)\[.*\]")  # of a union, in the place of an error
 
 Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
 Salt = Annotated[str, Field(min_length=1)]  # an empty one would be none
@@ -56,24 +57,6 @@ def in_words(words: str) -> WrapValidator:
             raise PydanticCustomError("wrong_type", f"must be {words}") from None
 
     return WrapValidator(check)
-
-
-class RequestBody(BaseModel):
-    """A table of a request. Unknown parameters are refused, with the nearest name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            for name in values:
-                if name not in cls.model_fields:
-                    near = difflib.get_close_matches(str(name), cls.model_fields, 1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
-                    message = f"unknown parameter {name!r}{hint}"
-                    raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "name": name})
-        return values
 
 
 class StreamOptions(RequestBody):
@@ -170,6 +153,25 @@ class DrawingBody(SamplingBody):
     """Texts of a smaller priority are drawn sooner; other texts wait, or begin again later (0)."""
     cache_salt: Salt | None = None
     """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
+    response_format: ResponseFormat | None = None
+    """The form of a text: any, an object of JSON, or the values of a JSON schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form of a text, as vLLM's server takes it: a JSON schema, a regular expression, a choice, a grammar."""
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar that a text is held to. Raises Refusal where two are given, and for a form without meaning."""
+        grammar = self.response_format and self.response_format.grammar
+        if self.structured_outputs is None:
+            return grammar
+        if grammar is not None:
+            raise Refusal("structured_outputs and response_format say the same; give one", param="structured_outputs")
+        return self.structured_outputs.held
+
+    @property
+    def grammar_param(self) -> str:
+        """The parameter that has the grammar."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def stops(self) -> list[str]:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from jaxlm.costs.serving import TokenCost
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.inference.grammar import Grammar
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.service import EngineService
 from jaxlm.parallel.layout import Layout
 from jaxlm.server.answers.answer_formats import AnswerFormat, form_of
-from jaxlm.server.refusals import Refusal
+from jaxlm.server.refusals import Refusal, refusing
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,14 @@ class ServedModel:
     def layout(self) -> Layout:
         """The devices along each axis of the mesh."""
         return Layout(self.service.engine.runner.programs.mesh.shape)
+
+    def check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Compile a grammar, so that the engine finds it compiled. Raises Refusal for one that cannot be used, naming
+        the parameter."""
+        grammars = self.service.engine.grammars
+        assert grammars is not None, "a server has a tokenizer"
+        with refusing(param, f"{param}: "):
+            grammars.check(grammar)
 
     def room(self, prompt_tokens: int) -> int:
         """Return how many tokens may follow a prompt; the last one is drawn and never read. At least 1, for a prompt

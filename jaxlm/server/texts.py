@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from jaxlm.inference.continuation import ContinuationText
 from jaxlm.inference.engine import Event
 from jaxlm.inference.generation import Token
+from jaxlm.inference.grammar import Grammar, GrammarError
 from jaxlm.inference.requests import Request, Sampling, check_biases, check_prompts, check_stop_tokens
 from jaxlm.inference.service import EventStream
 from jaxlm.inference.stop_strings import stops_that_are_tokens
@@ -77,6 +78,7 @@ class CompletionRequest:
       scores: of so many likeliest tokens in the place of each token of a prompt the log-probabilities are asked for,
         beside that of the token; None: not even that.
       ranks: the ranks of the prompts' tokens are asked for too.
+      grammar: of the continuations.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -95,6 +97,7 @@ class CompletionRequest:
     answer: AnswerOptions | None = None
     scores: int | None = None
     ranks: bool = False
+    grammar: Grammar | None = None
 
 
 class TextDelta(NamedTuple):
@@ -159,6 +162,7 @@ class CompletionStream:
                 completion.is_answer,
                 scores_from=scores_from,
                 ranks=completion.ranks or (completion.scores or 0) > 1,
+                grammar=completion.grammar if completion.max_tokens != 0 else None,
             )
             for prompt, limit in zip(completion.prompts, limits, strict=True)
             for sample in range(completion.n)
@@ -222,6 +226,8 @@ class CompletionStream:
         assert self._stream is not None
         begun = set()
         async for index, event in self._stream:
+            if isinstance(event.error, GrammarError):
+                raise Refusal(str(event.error), code="grammar_failed")
             if event.end == "error":
                 raise Refusal(f"the model failed: {event.error}", 500, code="generation_failed")
             if event.scores is not None:

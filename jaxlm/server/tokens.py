@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from jaxlm.server.messages import ConversationBody, MessageBody, ToolBody, encoded, template_of
 from jaxlm.server.refusals import Refusal
-from jaxlm.server.schema import RequestBody
+from jaxlm.server.request_body import RequestBody
 from jaxlm.server.served import Caller, ServedModel
 
 

@@ -28,7 +28,8 @@ MERGES = [("{", '"'), ('"', ":"), ('"', ","), ('"', "}"), ("}", "}"), ("0", "0")
 VOCABULARY = 275  # more ids than tokens
 CONTEXT = 352
 PAGES = 12  # one more than a sequence of the whole context needs: too few for eight texts
-WORDY = [Request([9, stream] * 10, 120, stream=stream) for stream in range(4)]  # without a grammar
+# Texts without a grammar, of five pages each.
+WORDY = [Request([9, stream] * 10, 120, stream=stream, ignores_stop_tokens=True) for stream in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ def test_lengths_keep_their_meaning(roomy, tokenizer):
 
 
 def test_a_text_that_cannot_go_on_fails_alone(roomy, tokenizer):
-    """Where a text has ended too early, and where all that may follow ends a text."""
+    """A text that has ended too early, and one where all that may follow ends a text."""
     (b,) = tokenizer.encode("b")
     early, stuck, other = regex("ab{3}", min_tokens=6), regex("abc", stop_token_ids=[b]), Request([9], 12, stream=3)
     alone = drawn(roomy, [other])

@@ -8,6 +8,7 @@ import tokenizer_fixtures
 from serving import CONTEXT, serving
 
 from jaxlm.inference.engine import Engine
+from jaxlm.inference.grammar import Grammars
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
 
@@ -26,7 +27,14 @@ def engine(tokenizer):
     model = model_fixtures.model(vocab_size=vocabulary, context_length=CONTEXT, num_layers=1)
     parameters = tree.init(model, 0, meshes.make())
     # No id ends every text: so the tests know how long each is.
-    engine = Engine(model, parameters, meshes.make(), SETTINGS, valid_token_mask=tokenizer.valid_token_mask(vocabulary))
+    engine = Engine(
+        model,
+        parameters,
+        meshes.make(),
+        SETTINGS,
+        valid_token_mask=tokenizer.valid_token_mask(vocabulary),
+        grammars=Grammars(tokenizer, vocabulary),
+    )
     engine.warm(scores=True)
     return engine
 

@@ -425,8 +425,8 @@ ANSWER = "I look. " + "".join(
 
 @contextmanager
 def written(engine, tokenizer, monkeypatch, text, template=TEMPLATE):
-    """Serve an engine whose answers are this text."""
-    tokens, step, places = tokenizer.encode(text), engine.step, {}
+    """Serve an engine whose answers are this text; what the engine itself draws is held to no grammar."""
+    tokens, step, submit, places = tokenizer.encode(text), engine.step, engine.submit, {}
 
     def writes():
         events = []
@@ -440,6 +440,7 @@ def written(engine, tokenizer, monkeypatch, text, template=TEMPLATE):
         return events
 
     monkeypatch.setattr(engine, "step", writes)
+    monkeypatch.setattr(engine, "submit", lambda request, **options: submit(request._replace(grammar=None), **options))
     template = ChatTemplate(template, tokenizer, {}, "chat_template.jinja")
     with (
         serving(engine, tokenizer, chat_template=template) as (_, url),

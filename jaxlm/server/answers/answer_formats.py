@@ -12,6 +12,16 @@ from jaxlm.server.answers import harmony
 from jaxlm.server.answers.call_formats import FORMATS, CallFormat
 from jaxlm.server.answers.call_syntax import Schemas
 from jaxlm.server.answers.calls import AnswerParts, CallReader
+from jaxlm.server.answers.grammars import (
+    Arguments,
+    Controls,
+    LarkRules,
+    calls_behind,
+    free_text,
+    grammar_of,
+    said_or_called,
+    thought_before,
+)
 from jaxlm.server.answers.harmony import HarmonyReader
 from jaxlm.server.answers.reasoning import ReasoningParser, ThoughtFormat, thoughts_of
 
@@ -53,6 +63,25 @@ class AnswerFormat(Protocol):
         """Return the text that begins a call behind a prompt, of any function (its first mark) or of one."""
         ...
 
+    def grammar(
+        self, speech: str | None, arguments: Arguments, controls: Controls, prompt_end: str, parallel: bool
+    ) -> str | None:
+        """Return the Lark grammar of whole answers; None where the form's calls cannot be held to one.
+
+        Args:
+          speech: the expression of what is said; None for any text.
+          arguments: the expressions of the arguments of functions that may be called.
+          controls: the ids of control tokens.
+          parallel: whether an answer may have several calls.
+        """
+        ...
+
+    def grammar_behind_opening(
+        self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool
+    ) -> str | None:
+        """Return the Lark grammar of what follows `opening`; None where the form's calls cannot be held to one."""
+        ...
+
 
 @dataclass(frozen=True)
 class PlainForm:
@@ -78,6 +107,30 @@ class PlainForm:
         thought = f"{self.thoughts.end}\n\n" if self.thoughts and self._is_inside(prompt_end) else ""
         return thought + _begun(self.calls.opening, name)
 
+    def grammar(
+        self, speech: str | None, arguments: Arguments, controls: Controls, prompt_end: str, parallel: bool
+    ) -> str | None:
+        is_inside = self._is_inside(prompt_end)
+        thought = thought_before(self.thoughts, controls, is_inside)
+        body, pattern = LarkRules(speech or "FREE"), "(?s:.*)"
+        if arguments:
+            assert self.calls is not None
+            calls = calls_behind(self.calls, arguments, controls, None, parallel)
+            if calls is None:
+                return None
+            body = said_or_called(self.calls, speech, calls, controls)
+            if self.calls.start is None:
+                pattern = r"([^{\s](?s:.*))?"  # what begins otherwise is a call
+        free = free_text(self.thoughts, controls, is_inside, pattern)
+        return grammar_of(LarkRules(f"{thought.expression} ({body.expression})"), thought, body, LarkRules("", (free,)))
+
+    def grammar_behind_opening(
+        self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool
+    ) -> str | None:
+        assert self.calls is not None
+        calls = calls_behind(self.calls, arguments, controls, name, parallel)
+        return None if calls is None else grammar_of(calls)
+
     def _is_inside(self, prompt_end: str) -> bool:
         return self.thoughts is not None and prompt_end.rstrip().endswith(self.thoughts.start)
 
@@ -96,6 +149,16 @@ class HarmonyForm:
 
     def opening(self, name: str | None, prompt_end: str) -> str:
         return _begun(harmony.OPENING, name)
+
+    def grammar(
+        self, speech: str | None, arguments: Arguments, controls: Controls, prompt_end: str, parallel: bool
+    ) -> str | None:
+        return harmony.grammar(speech, arguments, controls) if controls.keys() >= set(harmony.MARKS) else None
+
+    def grammar_behind_opening(
+        self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool
+    ) -> str | None:
+        return harmony.grammar_behind_opening(name, arguments, controls)
 
 
 def _begun(opening: tuple[str, str, str], name: str | None) -> str:

@@ -16,6 +16,8 @@ class CallFormat:
       syntax: of the text between.
       controls: control tokens that are parts of a call. Those in `dropped` stand around calls and say nothing.
       opening: what begins any call, from there to the name of its function, and from the name to the arguments.
+      closing: what ends the calls, from the arguments of the last on; None where arguments are not JSON.
+      between: what stands between the arguments of a call and the name of the next.
     """
 
     start: str | None
@@ -24,6 +26,8 @@ class CallFormat:
     opening: tuple[str, str, str]
     controls: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    closing: str | None = None
+    between: str | None = None
 
     @property
     def marks(self) -> frozenset[str]:
@@ -55,9 +59,13 @@ def _function_tags(newline: str) -> TaggedSyntax:
 
 
 FORMATS = {
-    "hermes": CallFormat(
-        *_TAGS, _JSON, ("<tool_call>", '\n{"name": "', '", "arguments": ')
-    ),  # Qwen 2.5 and 3 among others
+    "hermes": CallFormat(  # Qwen 2.5 and 3 among others
+        *_TAGS,
+        _JSON,
+        ("<tool_call>", '\n{"name": "', '", "arguments": '),
+        closing="}\n</tool_call>",
+        between='}\n</tool_call>\n<tool_call>\n{"name": "',
+    ),
     "qwen3-coder": CallFormat(*_TAGS, _function_tags("\n?"), ("<tool_call>", "\n<function=", ">\n")),
     "seed-oss": CallFormat(
         "<seed:tool_call>", "</seed:tool_call>", _function_tags(""), ("<seed:tool_call>", "\n<function=", ">\n")
@@ -77,7 +85,14 @@ FORMATS = {
         ),
         ("<tool_call>", "", "\n"),
     ),
-    "nemotron": CallFormat("<TOOLCALL>", "</TOOLCALL>", _JSON, ("<TOOLCALL>", '[{"name": "', '", "arguments": ')),
+    "nemotron": CallFormat(
+        "<TOOLCALL>",
+        "</TOOLCALL>",
+        _JSON,
+        ("<TOOLCALL>", '[{"name": "', '", "arguments": '),
+        closing="}]</TOOLCALL>",
+        between='}, {"name": "',
+    ),
     "deepseek-v3": CallFormat(  # and R1
         *_DEEPSEEK,
         NamedJsonSyntax(
@@ -87,6 +102,8 @@ FORMATS = {
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "\n```json\n"),
         ("<｜tool▁sep｜>",),
         _DEEPSEEK_AROUND,
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     ),
     "deepseek": CallFormat(  # V3.1
         *_DEEPSEEK,
@@ -94,8 +111,17 @@ FORMATS = {
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "", "<｜tool▁sep｜>"),
         ("<｜tool▁sep｜>",),
         _DEEPSEEK_AROUND,
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>",
     ),
-    "mistral-list": CallFormat("[TOOL_CALLS]", None, _JSON, ("[TOOL_CALLS]", '[{"name": "', '", "arguments": ')),
+    "mistral-list": CallFormat(
+        "[TOOL_CALLS]",
+        None,
+        _JSON,
+        ("[TOOL_CALLS]", '[{"name": "', '", "arguments": '),
+        closing="}]",
+        between='}, {"name": "',
+    ),
     "mistral": CallFormat(  # from v11 of its tokenizers on
         "[TOOL_CALLS]",
         None,
@@ -104,7 +130,17 @@ FORMATS = {
         ),
         ("[TOOL_CALLS]", "", "[ARGS]"),
         ("[ARGS]", "[CALL_ID]"),
+        closing="",
+        between="[TOOL_CALLS]",
     ),
-    "llama3": CallFormat(None, None, _JSON, ('{"name": "', "", '", "parameters": '), dropped=("<|python_tag|>",)),
-    "json": CallFormat(None, None, _JSON, ('{"name": "', "", '", "arguments": ')),
+    "llama3": CallFormat(
+        None,
+        None,
+        _JSON,
+        ('{"name": "', "", '", "parameters": '),
+        dropped=("<|python_tag|>",),
+        closing="}",
+        between='}; {"name": "',
+    ),
+    "json": CallFormat(None, None, _JSON, ('{"name": "', "", '", "arguments": '), closing="}", between='}; {"name": "'),
 }

@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from jaxlm.server.answers.call_syntax import is_inside_json_string
 from jaxlm.server.answers.calls import AnswerParts, CalledFunction, called, first_mark, overlap
+from jaxlm.server.answers.grammars import Arguments, Controls, LarkRules, grammar_of, text_rule
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN = MARKS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
@@ -15,6 +16,32 @@ _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN = MARKS = (
 _ENDS = (_END, _CALL, _RETURN, _START, _CHANNEL)  # of a message
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 OPENING = f"{_CHANNEL}commentary to=functions.", "", f" {_CONSTRAIN}json{_MESSAGE}"
+
+
+def grammar(speech: str | None, arguments: Arguments, controls: Controls) -> str:
+    """Return the Lark grammar of an answer: thoughts and comments, then a message that says `speech` (None: any text)
+    or a call."""
+    begin, message = text_rule(_CHANNEL, controls), text_rule(_MESSAGE, controls)
+    next_one = text_rule(f"{_END}{_START}assistant", controls)
+    before = f'({begin} ("analysis" | "commentary") {message} other {next_one})*'
+    last = f'{begin} "final" {message} {speech or "other"}'
+    rules = ["other: /(?s:.*)/"]
+    if arguments:
+        last += f" | {text_rule(OPENING[0], controls)} call"
+        rules.append(_call_rule(arguments, controls))
+    return grammar_of(LarkRules(f"{before} ({last})", tuple(rules)))
+
+
+def grammar_behind_opening(name: str | None, arguments: Arguments, controls: Controls) -> str:
+    """Return the Lark grammar of the rest of a call, of any function or of one, behind the text that begins it."""
+    if name is not None:
+        return grammar_of(LarkRules(arguments[name]))
+    return grammar_of(LarkRules("call", (_call_rule(arguments, controls),)))
+
+
+def _call_rule(arguments: Arguments, controls: Controls) -> str:
+    calls = (f"{text_rule(name + OPENING[2], controls)} {rule}" for name, rule in arguments.items())
+    return f"call: {' | '.join(calls)}"
 
 
 class HarmonyReader:

@@ -40,13 +40,13 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def make(tokenizer):
     model = model_fixtures.model(vocab_size=VOCABULARY, num_layers=1, context_length=CONTEXT)
-    parameters = tree.init(model, 0, meshes.make())
 
-    def make(**settings):
+    def make(sizes=(), **settings):
+        mesh = meshes.make(*sizes)
         return Engine(
             model,
-            parameters,
-            meshes.make(),
+            tree.init(model, 0, mesh),
+            mesh,
             replace(SMALL, **settings),
             valid_token_mask=tokenizer.valid_token_mask(VOCABULARY),
             stop_token_ids=tokenizer.stop_token_ids,
@@ -135,6 +135,12 @@ def test_a_text_is_the_same_alone_beside_others_and_interrupted(roomy, narrow, b
     before = narrow.preemptions
     assert drawn(narrow, [*free, *held]) == [*alone[8:], *alone[:8]]
     assert narrow.preemptions > before
+
+
+def test_shards_of_devices_draw_the_same(make, roomy, biases):
+    """Each draws for sequences of its own, by masks of these."""
+    asked = [*(of_schema(seed, biases) for seed in range(5)), *WORDY[:2]]
+    assert drawn(make(sizes=(2,)), asked) == drawn(roomy, asked)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])

@@ -17,6 +17,7 @@ from jaxlm.inference import speculation
 from jaxlm.inference.acceptance import Acceptance, DraftWorth
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.engine import Engine
+from jaxlm.inference.grammar import Grammar, Grammars
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.settings import Speculation
 from jaxlm.models import tree
@@ -94,11 +95,19 @@ def engine_of(model, speculates=None, mesh=None, cache_bytes=None, draft=None):
     settings = replace(SMALL, speculation=speculates and Speculation.parse(speculates), cache_bytes=cache_bytes)
     if draft is None and settings.speculation and not settings.looks_up:
         draft = DraftModel(model.config, parameters)
-    return Engine(model.config, parameters, mesh, settings, draft=draft, stop_token_ids=model.tokenizer.stop_token_ids)
+    return Engine(
+        model.config,
+        parameters,
+        mesh,
+        settings,
+        draft=draft,
+        stop_token_ids=model.tokenizer.stop_token_ids,
+        grammars=Grammars(model.tokenizer, model.config.vocab_size),
+    )
 
 
 def asked(model, count, seed=0, most=40):
-    """Return random requests of openings, with every option that a draw depends on."""
+    """Return random requests of openings, with every option that a draw depends on, and some with a grammar."""
     draw = np.random.default_rng(seed)
     often = model.tokenizer.encode(" the")[-1]
     return [
@@ -116,6 +125,7 @@ def asked(model, count, seed=0, most=40):
             ),
             stream=i,
             min_tokens=int(draw.integers(0, 3)),
+            grammar=Grammar("regex", r"( [A-Za-z]{1,8}){3,30}\.") if i % 7 == 6 else None,
             hidden=True,
         )
         for i in range(count)

@@ -378,6 +378,16 @@ def _check(experiment: Experiment, kind: Kind) -> None:
         check_layout(experiment, experiment.mesh.least())
 
 
+def check_quantized(experiment: Experiment, kind: Kind = "train") -> None:
+    """Raise InputError where a step would train matrices that are quantised."""
+    quantize = experiment.execution.quantize
+    if kind == "train" and quantize != "none" and experiment.lora is None:
+        raise InputError(
+            f'execution.quantize = "{quantize}" is of weights that are not trained: add [lora], which trains adapters '
+            'beside them, or set execution.quantize = "none"'
+        )
+
+
 def _check_new_tokenizer(experiment: Experiment) -> None:
     """Raise InputError where the model has fewer ids than the tokenizer that is made for it."""
     tokenizer, vocabulary = experiment.data.tokenizer, experiment.model.vocab_size

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.models.config import ModelConfig
     from jaxlm.models.execution_config import Dtype
+    from jaxlm.models.quantize_config import Quantization
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.rules import Kind
@@ -91,6 +92,11 @@ class LoadedModel:
             dtype, why = dtype_choice.of_published(stored)
         self._say(f"computing in {dtype}, {why}")
         return dtype
+
+    @property
+    def quantization(self) -> "Quantization | None":
+        """The form of the matrices of layers; None where they are in `dtype`."""
+        return self.experiment.execution.quantization
 
     @property
     def parameters(self) -> "Tree":
@@ -328,6 +334,7 @@ class LoadedModel:
             valid_token_mask=self.tokenizer and self.tokenizer.valid_token_mask(self.config.vocab_size),
             stop_token_ids=(self.tokenizer or self.source.text).stop_token_ids,
             kernels=self.experiment.execution.kernels,
+            quantized=self.quantization,
         )
 
     def evaluate(
@@ -381,7 +388,8 @@ class LoadedModel:
         else:
             dtype = "float32" if self._workload == "train" else self.dtype
         rules = FORWARD if self._workload == "prefill" else RULES[self._workload]
-        request = WeightsRequest(self.config, mesh, rules, dtype, self._checkpoint, self._average, self._say)
+        asked = self._checkpoint, self._average, self._say, self.quantization
+        request = WeightsRequest(self.config, mesh, rules, dtype, *asked)
         return self.source.weights.restore(request)
 
     @cached_property
@@ -395,7 +403,7 @@ class LoadedModel:
         from jaxlm.parallel.partition import using_rules
         from jaxlm.parallel.rules import FORWARD
 
-        graph, _ = abstract(self.config)
+        graph, _ = abstract(self.config, quantized=self.quantization)
 
         @jax.jit
         @using_rules(FORWARD)

@@ -33,7 +33,8 @@ _NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
 
 # The same for all processes.
-_SAME = ("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory", "chunk_tokens", "dtype", "fast")
+_SIZES = ("slots", "max_context", "cache_memory", "chunk_tokens")
+_SAME = ("overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {

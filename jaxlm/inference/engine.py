@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,6 +21,7 @@ from jaxlm.inference.step_shapes import TILE
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
 from jaxlm.models.positions import angle_classes
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Tree
 
 
@@ -58,11 +58,12 @@ class Engine:
     that were found in the cache, or on whether it was interrupted (`check` measures it).
 
     Args:
-      parameters: on `mesh`, in the dtype to compute in.
+      parameters: on `mesh`, in the dtype to compute in, but for matrices that are quantised.
       valid_token_mask: bool [V], whether an id has a token; ids without a token are never drawn. None where all ids
         have one.
       stop_token_ids: ids that end every request.
       kernels: `execution.kernels`.
+      quantized: the form of the matrices of layers; None where they are in the dtype to compute in.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -77,9 +78,10 @@ class Engine:
         valid_token_mask: np.ndarray | None = None,
         stop_token_ids: Collection[int] = (),
         kernels: Kernels = "auto",
+        quantized: Quantization | None = None,
     ):
         self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
-        programs = EnginePrograms.of(model, mesh, jax.tree.leaves(parameters)[0].dtype, settings, kernels)
+        programs = EnginePrograms.of(model, mesh, parameters["embedding"].dtype, settings, kernels, quantized)
         self.runner = Runner(
             programs,
             parameters,

@@ -27,6 +27,7 @@ from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
 from jaxlm.models.kernels import using_kernels
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.collectives import on_each_shard
 from jaxlm.parallel.layout import Layout
@@ -51,6 +52,7 @@ class EnginePrograms:
       chunk_tokens: the most rows of prompts in a step on a shard, rounded up to whole tiles.
       exact: compute each row in one way on a CPU.
       kernels: `execution.kernels`.
+      quantized: the form of the matrices of layers; None where they are in `dtype`.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -63,14 +65,22 @@ class EnginePrograms:
     chunk_tokens: int
     exact: bool
     kernels: Kernels
+    quantized: Quantization | None = None
 
     @classmethod
     def of(
-        cls, model: ModelConfig, mesh: Mesh, dtype: jnp.dtype, settings: EngineSettings, kernels: Kernels = "auto"
+        cls,
+        model: ModelConfig,
+        mesh: Mesh,
+        dtype: jnp.dtype,
+        settings: EngineSettings,
+        kernels: Kernels = "auto",
+        quantized: Quantization | None = None,
     ) -> "EnginePrograms":
         """Return the programs of an engine of these sizes, whose slots are divided over the shards."""
         slots = -(-settings.slots // _shards(mesh))
-        return cls(model, mesh, dtype, settings.page, slots, settings.chunk_tokens, settings.exact, kernels)
+        sizes = settings.page, slots, settings.chunk_tokens
+        return cls(model, mesh, dtype, *sizes, settings.exact, kernels, quantized)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
@@ -100,7 +110,7 @@ class EnginePrograms:
     @cached_property
     def weights(self) -> WeightLayout:
         """The form in which parameters are kept."""
-        return WeightLayout(self.model, by_outputs=self.is_on_cpu and self.exact)
+        return WeightLayout(self.model, by_outputs=self.is_on_cpu and self.exact, quantized=self.quantized)
 
     @cached_property
     def layout(self) -> PageLayout:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.transformer import Transformer
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.partition import named_sharding
@@ -31,11 +32,12 @@ class WeightLayout:
 
     Args:
       by_outputs: whether matrices are [out, in].
+      quantized: the form of the matrices of layers, where they are quantised.
     """
 
-    def __init__(self, model: ModelConfig, by_outputs: bool):
+    def __init__(self, model: ModelConfig, by_outputs: bool, quantized: Quantization | None = None):
         self.model, self.by_outputs = model, by_outputs
-        self.graph, self.abstract = tree.abstract(model, unrolled=True)
+        self.graph, self.abstract = tree.abstract(model, unrolled=True, quantized=quantized)
         self._dimensions = tree.paths(tree.dimensions(self.abstract))
 
     def stored(self, parameters: Tree, mesh: Mesh, rules: Rules) -> Tree:

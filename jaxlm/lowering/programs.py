@@ -42,7 +42,8 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
     work = Workload.of(experiment, Layout(mesh.shape), kind).largest_step()
     settings = EngineSettings(slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens)
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels
-    engine = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels)
+    quantized = experiment.execution.quantization
+    engine = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels, quantized)
     counts = (work.slots * most_pages(work.sequence, window, work.page) + 1 for window in engine.layout.groups)
     step = engine.step(work.engine_steps.shape, CacheSize(work.sequence, tuple(counts)))
     return StepPrograms(step, engine.draw(work.engine_steps.shape.decode))

@@ -55,6 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
     figures = {
         "model": arguments.run.name,
         "exact": not arguments.fast,
+        "quantize": model.experiment.execution.quantize,
         "steps": steps,
         "blocks": blocks,
         "read_bytes_per_s": bandwidth,

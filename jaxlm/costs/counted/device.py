@@ -13,6 +13,7 @@ from jaxlm.models.doors.cost import DoorCost, Local, LocalArray
 from jaxlm.models.execution_config import Remat
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.parallel.rules import Placement, together
 from jaxlm.training.config import ObjectiveConfig
 
@@ -36,9 +37,10 @@ class DeviceStep:
         layout, dtypes = work.representative().layout, (work.dtype, work.page_dtype)
         if work.kind == "train":
             forward: tuple[Any, ...] = work.model, work.sequence, work.dropout, work.lora, work.objective
+            forward = *forward, work.quantized
             self.recording, self._sections = recorder.record(*forward), ()
         else:
-            forward = work.model, work.page
+            forward = work.model, work.page, work.quantized
             self.recording, self._sections = recorder.record_engine(*forward), work.sections
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
         of_rows = work.rows(), work.draws(), self._sections, dtypes, *work.target
@@ -50,7 +52,8 @@ class DeviceStep:
         work = self.work
         if work.kind != "train":
             return frozenset()
-        return _trained(work.model, work.sequence, work.dropout, work.lora, work.objective, work.frozen)
+        of_text = work.lora, work.objective, work.quantized
+        return _trained(work.model, work.sequence, work.dropout, *of_text, work.frozen)
 
     @cached_property
     def layered(self) -> frozenset[str]:
@@ -218,6 +221,7 @@ def _trained(
     dropout: bool,
     lora: LoraConfig | None,
     objective: ObjectiveConfig,
+    quantized: Quantization | None,
     frozen: Set[str],
 ) -> frozenset[int]:
-    return recorder.record(model, sequence, dropout, lora, objective).trained(frozen)
+    return recorder.record(model, sequence, dropout, lora, objective, quantized).trained(frozen)

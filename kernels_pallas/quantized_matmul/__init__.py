@@ -9,16 +9,20 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from kernels_pallas.core import checks
+from kernels_pallas.core import checks, rows
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.measured import CallClass
-from kernels_pallas.quantized_matmul import formats, reference, xla
+from kernels_pallas.quantized_matmul import formats, mosaic_tpu, reference, triton, xla
 from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, quantize
 
 __all__ = ["KINDS", "dequantize", "quantize", "quantized_matmul"]
+
+# In order of preference.
+KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
 
 
 def quantized_matmul(
@@ -41,8 +45,8 @@ def quantized_matmul(
     "fp8"      | float8_e4m3fn [K, N]            | float32 [G, H]
     "mxfp4"    | uint8 [K/2, N], numbers in E2M1 | uint8 [K/32, H], exponents in E8M0
 
-    Two numbers in a byte are two's complement of four bits, or E2M1: within a group of inputs the first half lies in the
-    low nibbles, the second half in the high nibbles of the same bytes, in order.
+    Two numbers in a byte are two's complement of four bits, or E2M1: within a group of inputs the first half lies in
+    the low nibbles, the second half in the high nibbles of the same bytes, in order.
 
     On a CPU "xla" gives a row to the bit whatever the other rows are, and with a matrix by its outputs however many
     there are.
@@ -50,14 +54,21 @@ def quantized_matmul(
     Args:
       x: [..., K] in float32, bfloat16 or float16; sums are float32.
       values, scales: as above; or with `by_outputs` both transposed, [N, K] or [N, K/2], and [H, G].
-      implementation: "reference" or "xla"; None is "xla".
+      implementation: "reference", "xla", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the
+        shape. Kernels read matrices by their inputs alone.
 
-    Returns [..., N] in x's dtype. Only x has a gradient.
+    Returns [..., N] in x's dtype. Only x has a gradient, which XLA computes for every implementation.
+
+    Under a mesh of several devices the kernels run inside `jax.shard_map`; elsewhere None is "xla".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     N = _check(x, values, scales, kind, by_outputs)
-    chosen = choose("quantized_matmul", implementation, {"xla": lambda chip: None}, call=CallClass.of_rows(x))
+    reasons = {
+        name: functools.partial(_unsupported_reason, name, x, values, scales, kind, by_outputs) for name in KERNELS
+    }
+    call = CallClass.of_rows(x)
+    chosen = choose("quantized_matmul", implementation, reasons | {"xla": lambda chip: None}, call=call)
     if chosen == "reference" or 0 in (x.size, values.size):
         return reference.quantized_matmul(x, values, scales, kind=kind, by_outputs=by_outputs)
     operands = vary(x.reshape(-1, x.shape[-1]), values, scales)
@@ -77,9 +88,21 @@ class _QuantizedSettings(NamedTuple):
     implementation: str
 
 
+def _unsupported_reason(name, x, values, scales, kind, by_outputs, chip) -> str | None:
+    reason = rows.unsupported_reason(x, chip, max_width=None)
+    if name == "triton":
+        return reason or triton.unsupported_reason(kind, by_outputs, chip)
+    return reason or mosaic_tpu.unsupported_reason(kind, by_outputs, values.shape[0], scales.shape[0])
+
+
 @compiled_once(static=1)
 def _product(settings: _QuantizedSettings, x, values, scales) -> jax.Array:
-    return xla.quantized_matmul(x, values, scales, kind=settings.kind, by_outputs=settings.by_outputs)
+    if settings.implementation == "xla":
+        return xla.quantized_matmul(x, values, scales, kind=settings.kind, by_outputs=settings.by_outputs)
+    cost = costs(x, values, scales, kind=settings.kind).forward
+    per_output = jnp.repeat(scales, values.shape[1] // scales.shape[1], axis=1)
+    run = KERNELS[settings.implementation].product
+    return run(x, values, per_output, kind=settings.kind, cost=cost, name="quantized_matmul")
 
 
 @compiled_once(static=1)

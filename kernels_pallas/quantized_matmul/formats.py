@@ -100,9 +100,9 @@ def dequantize(values: jax.Array, scales: jax.Array, kind: str, *, by_outputs: b
     check("dequantize", values, scales, kind, by_outputs)
     if by_outputs:
         return dequantize(values.T, scales.T, kind).T
-    numbers = unpacked(values, kind, scales.shape[0])
+    numbers = unpacked(values, kind, scales.shape[0], jnp.float32)
     K, N = numbers.shape
-    grouped = numbers.astype(jnp.float32).reshape(scales.shape[0], K // scales.shape[0], scales.shape[1], -1)
+    grouped = numbers.reshape(scales.shape[0], K // scales.shape[0], scales.shape[1], -1)
     return (grouped * unit_scales(scales, kind)[:, None, :, None]).reshape(K, N)
 
 
@@ -154,22 +154,23 @@ def unit_scales(scales: jax.Array, kind: str) -> jax.Array:
     return wide if KINDS[kind].unit == 1 else wide * KINDS[kind].unit
 
 
-def unpacked(values: jax.Array, kind: str, groups: int, axis: int = 0) -> jax.Array:
-    """Return the stored numbers [K, N], in int8 or float8, of values with so many groups of inputs along an axis."""
+def unpacked(values: jax.Array, kind: str, groups: int, dtype: Any, axis: int = 0) -> jax.Array:
+    """Return the stored numbers [K, N] in `dtype` of values with so many groups of inputs along an axis."""
     if not KINDS[kind].packed:
-        return values
+        return values.astype(dtype)
     shape = values.shape
     apart = values.reshape(*shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
-    numbers = jnp.concatenate(halves(apart, kind), axis=axis + 1)
+    numbers = jnp.concatenate([half.astype(dtype) for half in halves(apart, kind)], axis=axis + 1)
     return numbers.reshape(*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
 
 
 def halves(values: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Return the numbers in the low and in the high nibbles: of the first and of the second half of each group."""
-    signed = jax.lax.bitcast_convert_type(values, jnp.int8)
+    """Return the numbers in the low and in the high nibbles, of the first and of the second half of each group, in
+    int32: TPUs shift no narrower integers."""
+    wide = values.astype(jnp.int32)
     if kind == "int4":
-        return (signed << 4) >> 4, signed >> 4
-    return tuple(_from_e2m1(code) for code in (values & 15, values >> 4))
+        return (wide << 28) >> 28, (wide << 24) >> 28
+    return _from_e2m1(wide & 15), _from_e2m1(wide >> 4)
 
 
 def _packed(codes: jax.Array, inputs: int) -> jax.Array:
@@ -181,7 +182,6 @@ def _packed(codes: jax.Array, inputs: int) -> jax.Array:
 
 def _from_e2m1(code: jax.Array) -> jax.Array:
     """Return the half units in a nibble: a sign, two bits of exponent, one of mantissa."""
-    code = code.astype(jnp.int8)
     exponent, mantissa = (code >> 1) & 3, code & 1
     magnitude = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
     return jnp.where(code >= 8, -magnitude, magnitude)

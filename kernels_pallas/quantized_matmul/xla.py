@@ -5,8 +5,6 @@ time, which stays in the cache: outputs [N, K] in blocks of outputs, each of whi
 [K, N] in blocks of inputs, which are added. On other chips XLA fuses the conversion or writes the matrix in x's dtype.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,10 +46,10 @@ def _product(x: jax.Array, values: jax.Array, scales: jax.Array, kind: str, by_o
     if scales.shape[axis] > 1:  # a scale of all inputs multiplies the sum, others the matrix
         matrix = dequantize(values, scales, kind, by_outputs=by_outputs).astype(x.dtype)
         return jax.lax.dot_general(x, matrix, contracted, preferred_element_type=wide).astype(x.dtype)
-    numbers = unpacked(values, kind, 1, axis).astype(x.dtype)
+    numbers = unpacked(values, kind, 1, x.dtype, axis)
     sums = jax.lax.dot_general(x, numbers, contracted, preferred_element_type=wide)
-    per_output = unit_scales(scales, kind).reshape(-1)
-    return (sums * jnp.repeat(per_output, numbers.shape[1 - axis] // len(per_output))).astype(x.dtype)
+    per_output = jnp.repeat(unit_scales(scales, kind).reshape(1, -1), sums.shape[1] // scales.size, axis=1)
+    return (sums * per_output).astype(x.dtype)
 
 
 def _in_blocks_of_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, kind: str) -> jax.Array:
@@ -62,7 +60,7 @@ def _in_blocks_of_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, ki
 
     def one(_: None, block: tuple) -> tuple[None, jax.Array]:
         values, scales = block
-        numbers = unpacked(values, kind, groups, 1).astype(x.dtype)
+        numbers = unpacked(values, kind, groups, x.dtype, 1)
         if groups > 1:
             numbers = (numbers.reshape(width, groups, -1) * scales[:, :, None]).reshape(width, -1)
         sums = jax.lax.dot_general(numbers, x, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
@@ -85,7 +83,7 @@ def _in_blocks_of_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, kin
 
     def one(total: jax.Array, block: tuple) -> tuple[jax.Array, None]:
         x, values, scales = block
-        numbers = unpacked(values, kind, whole).astype(x.dtype)
+        numbers = unpacked(values, kind, whole, x.dtype)
         if whole > 1:
             numbers = (numbers.reshape(whole, inputs, N) * scales[:, None]).reshape(height, N)
         sums = jax.lax.dot_general(x, numbers, (((1,), (0,)), ((), ())), preferred_element_type=x.dtype)

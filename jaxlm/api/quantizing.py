@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from jaxlm.core.addresses import place
 
 if TYPE_CHECKING:
-    from jaxlm.models.quantize_config import QuantizedKind
+    from jaxlm.models.quantize_config import QuantizeKind
     from jaxlm.training.display import Display
     from jaxlm.training.evaluation import Evaluation
 
@@ -37,7 +37,7 @@ def quantize(
     model: str | Path,
     run: str | Path,
     *,
-    to: "QuantizedKind",
+    to: "QuantizeKind",
     data: str,
     group: int | None = None,
     checkpoint: Literal["newest", "best"] = "newest",
@@ -73,6 +73,6 @@ def quantize(
     mesh = quantization.mesh_for(experiment)
     asked = checkpoint, average, say, experiment.execution.quantization
     request = WeightsRequest(experiment.model, mesh, FORWARD, None, *asked)
-    made = quantization.quantize(source, experiment, place(run), request)
+    kept = quantization.quantize(source, experiment, place(run), request)
     after = api.load(run, dtype=loaded.dtype, workload="train", say=say).evaluate(data, display)
-    return QuantizedModel(*made, before, after)
+    return QuantizedModel(*kept, before, after)

@@ -11,7 +11,7 @@ from jaxlm.cli.paths import location
 from jaxlm.core import units
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
-from jaxlm.models.quantize_config import GROUPS, QuantizedKind
+from jaxlm.models.quantize_config import GROUPS, QuantizeKind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run or a Hugging Face directory, here or in a bucket, or hf:ORG/NAME",
     )
     parser.add_argument("run", type=location, metavar="RUN", help="the folder of the run to create")
-    parser.add_argument("--to", choices=get_args(QuantizedKind), required=True, help="the width (execution.quantize)")
+    parser.add_argument("--to", choices=get_args(QuantizeKind), required=True, help="the width (execution.quantize)")
     parser.add_argument(
         "--group",
         type=int,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from jaxlm import api
 from jaxlm.cli.paths import location
 from jaxlm.core.errors import InputError
-from jaxlm.models.quantize_config import QuantizedKind
+from jaxlm.models.quantize_config import QuantizeKind
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
@@ -43,7 +43,7 @@ def add_quantize(parser: ArgumentParser) -> None:
     """Add the width that matrices of layers are kept in."""
     parser.add_argument(
         "--quantize",
-        choices=("none", *get_args(QuantizedKind)),
+        choices=("none", *get_args(QuantizeKind)),
         help="keep the matrices of layers in this width (execution.quantize); routers, experts and tables stay as they "
         "are",
     )

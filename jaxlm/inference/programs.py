@@ -110,7 +110,7 @@ class EnginePrograms:
     @cached_property
     def weights(self) -> WeightLayout:
         """The form in which parameters are kept."""
-        return WeightLayout(self.model, by_outputs=self.is_on_cpu and self.exact, quantized=self.quantized)
+        return WeightLayout(self.model, self.is_on_cpu and self.exact, self.quantized, self.is_on_cpu)
 
     @cached_property
     def layout(self) -> PageLayout:

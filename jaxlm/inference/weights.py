@@ -33,10 +33,17 @@ class WeightLayout:
     Args:
       by_outputs: whether matrices are [out, in].
       quantized: the form of the matrices of layers, where they are quantised.
+      quantized_by_outputs: whether these are [out, in]: on a CPU they are multiplied so, a block of outputs at a time.
     """
 
-    def __init__(self, model: ModelConfig, by_outputs: bool, quantized: Quantization | None = None):
-        self.model, self.by_outputs = model, by_outputs
+    def __init__(
+        self,
+        model: ModelConfig,
+        by_outputs: bool,
+        quantized: Quantization | None = None,
+        quantized_by_outputs: bool = False,
+    ):
+        self.model, self.by_outputs, self._quantized_by_outputs = model, by_outputs, quantized_by_outputs
         self.graph, self.abstract = tree.abstract(model, unrolled=True, quantized=quantized)
         self._dimensions = tree.paths(tree.dimensions(self.abstract))
 
@@ -89,7 +96,8 @@ class WeightLayout:
         return tuple((i,) for i in of.kept) if of.kept else (of.outputs, of.inputs)
 
     def _is_turned(self, of: Dimensions) -> bool:
-        return self.by_outputs and bool(of.inputs) and not of.looked_up and not of.by_outputs
+        by_outputs = self.by_outputs if of.dtype is None else self._quantized_by_outputs
+        return by_outputs and bool(of.inputs) and not of.looked_up and not of.by_outputs
 
 
 def _placement(of: Dimensions, sharding: NamedSharding) -> NamedSharding | Format:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from jaxlm.core.schema import InWords, Section
-from jaxlm.models.quantize_config import Quantization, QuantizedKind
+from jaxlm.models.quantize_config import Quantization, QuantizeKind
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -45,7 +45,7 @@ class ExecutionConfig(Section):
     """Compile equal layers of a training step once, in a loop, or write all layers out. "auto" writes them out on a GPU
     unless `remat` is "full", up to 48 layers, where the counted memory fits; on a CPU up to 12 layers that keep
     everything; on a TPU it is a loop."""
-    quantize: Literal["none"] | QuantizedKind = "none"
+    quantize: Literal["none"] | QuantizeKind = "none"
     """Keep the matrices of layers in this width: int8 and fp8 (float8_e4m3fn) have a float32 scale for each output,
     int4 one for each output and group of inputs. Embeddings, the unembedding, norms, biases, routers and experts stay
     in `dtype`, and so do sums. In inference weights are rounded as they are read; in training it is for the weights

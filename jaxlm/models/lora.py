@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 from flax import nnx
 
 from jaxlm.core.errors import InputError
+from jaxlm.models.adapted_matrix import AdaptedMatrix
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.parameters import AdaptedMatrix, Module, stack
+from jaxlm.models.parameters import Module, stack
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.models.replaced import at_path, replaced
 from jaxlm.models.transformer import Transformer

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-QuantizedKind = Literal["int8", "int4", "fp8"]
+QuantizeKind = Literal["int8", "int4", "fp8"]
 GROUPS = (32, 64, 128)  # the inputs that may share a scale of int4
 
 
@@ -15,7 +15,7 @@ class Quantization(NamedTuple):
       group: of int4, the most inputs of a group; 0 otherwise.
     """
 
-    kind: QuantizedKind
+    kind: QuantizeKind
     group: int = 0
 
     def group_of(self, inputs: int) -> int | None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models.parameters import Module
-from jaxlm.models.quantize_config import Quantization, QuantizedKind
+from jaxlm.models.quantize_config import Quantization, QuantizeKind
 from jaxlm.parallel.rules import GROUPS
 from kernels_pallas.quantized_matmul import dequantize, quantize
 
@@ -28,7 +28,7 @@ class QuantizedMatrix(Module):
 
     def __init__(self, matrix: nnx.Param, quantization: Quantization):
         """Quantise a matrix, each of its layers by itself."""
-        self.kind: QuantizedKind = quantization.kind
+        self.kind: QuantizeKind = quantization.kind
         self.axes, self.inputs, self.shape = matrix.axes, matrix.inputs, matrix.shape
         values, scales = quantized(matrix[...], matrix.axes, matrix.inputs, quantization)
         first = matrix.axes.index(matrix.inputs[0])

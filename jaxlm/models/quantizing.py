@@ -55,12 +55,12 @@ class Quantizer:
 
     def tree(self, parameters: Tree, above: str = "") -> Tree:
         """Return all parameters; those whose place others take are taken out of the given tree and deleted."""
-        made = {}
+        changed: Tree = {}
         for name in sorted(parameters):
             path, below = f"{above}{name}", parameters.pop(name)
-            made[name] = self.tree(below, f"{path}/") if isinstance(below, dict) else self.parameter(path, below)
+            changed[name] = self.tree(below, f"{path}/") if isinstance(below, dict) else self.parameter(path, below)
             del below
-        return made
+        return changed
 
 
 @lru_cache

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlm.models.adapted_matrix import AdaptedMatrix
 from jaxlm.models.doors.bias import BIAS, broadcast_bias
 from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Product, Saved, loop
 from jaxlm.models.doors.door import Signature, door
@@ -17,7 +18,7 @@ from jaxlm.models.doors.gather import gather
 from jaxlm.models.doors.heads import kv_heads, repeat_heads
 from jaxlm.models.doors.quantized_linear import quantized_product
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL, Axes
-from jaxlm.models.parameters import RANK, AdaptedMatrix, axes_of
+from jaxlm.models.parameters import RANK, axes_of
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas.core import target
@@ -59,8 +60,11 @@ def linear(
         axes, of_adapter = _result_axes(base, gathers), added[i]
         with nullcontext() if matrix is base else jax.named_scope(matrix.name or ""):
             rows = GATHERED[:2] if gathers else axes[:2]
-            multiply = quantized_product if isinstance(base, QuantizedMatrix) else _product
-            y = multiply(x, base, biases[i] if biases else None, query_heads[i], axes, rows)
+            further = biases[i] if biases else None, query_heads[i], axes, rows
+            if isinstance(base, QuantizedMatrix):
+                y = quantized_product(x, base, *further)
+            else:
+                y = _product(x, base, *further)
             if names or axes == RESIDUAL or not gathers:
                 y = constrain(y, *axes)
             y = y if of_adapter is None else y + of_adapter

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxlm.models import kernels
 from jaxlm.models.doors.bias import BIAS, broadcast_bias
-from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Product, loop
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Product, ProductKernel, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.heads import kv_heads, repeat_heads
 from jaxlm.models.logical_axes import Axes
@@ -19,7 +19,8 @@ from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.partition import shards_of
 from jaxlm.parallel.rules import GROUPS
 from kernels_pallas.core import target
-from kernels_pallas.quantized_matmul import quantized_matmul
+from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.quantized_matmul import costs, mosaic_tpu, quantized_matmul, triton
 
 _ROWS = 2  # on a CPU one row is multiplied with another beside it
 
@@ -36,24 +37,41 @@ def _signature(
     weights = [(p[...], axes_of(p)) for p in (matrix.values, matrix.scales, bias) if p is not None]
     y = jax.ShapeDtypeStruct((*x.shape[: x.ndim - len(matrix.inputs)], *outputs), x.dtype)
     operands = [(x, (*rows, *(f"act_{axis}" for axis in matrix.inputs))), *weights]
-    options = {"num_query_heads": num_query_heads, "inputs": len(matrix.inputs)}
+    options = {"num_query_heads": num_query_heads, "inputs": len(matrix.inputs), "kind": matrix.kind}
     return Signature(operands, [(y, axes)], options, of=matrix)
 
 
 def _declare(local: Local) -> DoorCost:
     x, values, scales, *bias = local.operands
     (y,) = local.results
-    inputs = local.options["inputs"]
+    inputs, kind = local.options["inputs"], local.options["kind"]
     rows, k, n = math.prod(x.shape[:-inputs]), math.prod(x.shape[-inputs:]), math.prod(values.shape[1:])
     product = Product(1, max(rows, _ROWS) if local.platform == "cpu" else rows, k, n)
+    passes = tuple(loop(BIAS, y, "bias", rows * n, kind="bias") for _ in bias)
+    contracted = 1, range(1)
+    if (kernel := _kernel(local)) is not None:
+        flat = x._replace(shape=(rows, k)), *(each._replace(shape=(each.shape[0], n)) for each in (values, scales))
+        forward, _ = costs(*(each.abstract for each in flat), kind=kind)
+        # XLA computes the gradient of x, of a matrix that it writes in x's dtype.
+        backward = KernelCost(forward.flops, 0, forward.bytes + 2 * x.itemsize * k * n)
+        declared = ProductKernel(kernel, KernelCosts(forward, backward), (), ((x.is_trained, False),))
+        return DoorCost((DoorProduct(product, 0, weight=1),), declared, passes, contracted=contracted)
     moved = x.itemsize * rows * k + values.bytes + scales.bytes + y.itemsize * rows * n
     # XLA may write the matrix in the dtype of x before it multiplies.
     unfused = 0 if local.platform == "cpu" else 2 * x.itemsize * k * n
-    return DoorCost(
-        products=(DoorProduct(product, moved, unfused, weight=1),),
-        passes=tuple(loop(BIAS, y, "bias", rows * n, kind="bias") for _ in bias),
-        contracted=(1, range(1)),
-    )
+    return DoorCost((DoorProduct(product, moved, unfused, weight=1),), passes=passes, contracted=contracted)
+
+
+def _kernel(local: Local) -> str | None:
+    """Return the kernel that multiplies, or None where XLA does."""
+    if not local.kernels or local.platform == "cpu":
+        return None
+    _, values, scales, *_ = local.operands
+    kind = local.options["kind"]
+    if local.platform == "gpu":
+        return "triton" if triton.unsupported_reason(kind, False, None) is None else None
+    groups = scales.shape[0]
+    return "mosaic_tpu" if mosaic_tpu.unsupported_reason(kind, False, values.shape[0], groups) is None else None
 
 
 @door(_signature, _declare, name="quantized_linear")

@@ -87,6 +87,7 @@ class KernelOperation:
       others: names of implementations by XLA or a library, which are timed alongside but are not ours to compile.
       costs: returns a call's costs from the shapes and dtypes of a case's arguments and its options.
       serves: returns whether an implementation supports a case in a dtype; by default each supports all.
+      gradients_by_xla: whether no implementation has a kernel for the backward pass.
       timed_with: options that an implementation is timed with, by its name.
       classify: returns the class of a call from the shapes and dtypes of a case's arguments and its options.
     """
@@ -98,6 +99,7 @@ class KernelOperation:
     costs: Callable[..., KernelCosts]
     others: tuple[str, ...] = ()
     serves: Callable[[str, KernelCase, str], bool] = lambda implementation, case, dtype: True
+    gradients_by_xla: bool = False
     timed_with: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     classify: Callable[[Mapping[str, Any], Mapping[str, Any]], CallClass] = lambda arrays, options: CallClass.of_rows(
         next(iter(arrays.values()))

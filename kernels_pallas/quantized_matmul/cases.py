@@ -5,7 +5,7 @@ from kernels_pallas.quantized_matmul import KERNELS, KINDS, costs, mosaic_tpu, r
 from kernels_pallas.quantized_matmul import quantized_matmul as function
 
 # Standard deviations of numbers whose bytes are all equally likely.
-_SPREAD = {"int8": 74.0, "int4": 4.6, "fp8": 130.0, "mxfp4": 2.7}
+_SPREAD = {"int8": 74.0, "w8a8": 74.0, "int4": 4.6, "fp8": 130.0, "mxfp4": 2.7}
 _CHIPS = {"uses": {"compile", "bench"}, "dtypes": ("bfloat16",)}
 
 
@@ -24,8 +24,8 @@ def _case(name, rows, k, n, kind, groups=(1, None), *, by_outputs=False, **more)
     }
     if known.scale_dtype == "uint8":
         arrays["scales"] = CaseArray(scales, "uint8", "below", scale=3, mean=120)
-    # Scales of groups of inputs may multiply the numbers, which are then rounded.
-    return KernelCase(name, arrays, {"kind": kind, "by_outputs": by_outputs}, roundings=int(groups[0] > 1), **more)
+    # Not the definition rounds, but the gradient the matrix, and one kernel the numbers of short groups.
+    return KernelCase(name, arrays, {"kind": kind, "by_outputs": by_outputs}, roundings=1, **more)
 
 
 CASES = (
@@ -37,6 +37,8 @@ CASES = (
     _case("mxfp4, several steps", (17,), 2112, 24, "mxfp4", (66, None), dtypes=("bfloat16", "float32")),
     _case("int8, by outputs", (3, 5), 96, 130, "int8", by_outputs=True, dtypes=("bfloat16", "float32")),
     _case("int4, by outputs, groups of 32", (9,), 128, 70, "int4", (4, None), by_outputs=True),
+    _case("w8a8, by outputs", (6,), 130, 70, "w8a8", by_outputs=True, dtypes=("bfloat16", "float32")),
+    _case("w8a8, one row", (1,), 64, 33, "w8a8"),
     _case("no leading dimension", (), 64, 32, "int8"),
     _case("empty batch", (0, 4), 64, 32, "int8"),
     _case("8 × 4096 × 14336, int8", (8,), 4096, 14336, "int8", **_CHIPS),
@@ -52,12 +54,16 @@ CASES = (
 def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     """Return whether an implementation supports a case: kernels read matrices by their inputs."""
     arrays = case.structs(dtype)
+    if implementation in KERNELS and KINDS[case.options["kind"]].rounds_rows:
+        return False
     if implementation == "triton":
-        return triton.unsupported_reason(**case.options, chip=None) is None
+        return triton.unsupported_reason(case.options["by_outputs"]) is None
     if implementation != "mosaic_tpu":
         return True
     sizes = {"stored": arrays["values"].shape[0], "groups": arrays["scales"].shape[0]}
     return mosaic_tpu.unsupported_reason(**case.options, **sizes) is None
 
 
-OPERATION = KernelOperation(function, reference.quantized_matmul, tuple(KERNELS), CASES, costs, ("xla",), _serves)
+OPERATION = KernelOperation(
+    function, reference.quantized_matmul, tuple(KERNELS), CASES, costs, ("xla",), _serves, gradients_by_xla=True
+)

@@ -19,7 +19,8 @@ class QuantizedKind:
       scale_dtype: of `scales`: float32, or uint8, the exponents of E8M0.
       most: the largest magnitude that quantising gives.
       unit: the value of a step of the stored integers, by which scales are multiplied.
-      group: the only size of a group of inputs, where there is one.
+      group: the only size of a group of inputs, where there is one; 0 is all inputs.
+      rounds_rows: whether a product also rounds the rows of x, each to int8 with a scale of its own.
     """
 
     dtype: str
@@ -28,6 +29,7 @@ class QuantizedKind:
     scale_dtype: str = "float32"
     unit: float = 1.0
     group: int | None = None
+    rounds_rows: bool = False
 
 
 KINDS = {
@@ -35,6 +37,7 @@ KINDS = {
     # −8 is read, but not written: with it one sign would have a step more than the other, and half a step no bound.
     "int4": QuantizedKind("uint8", 7, packed=True),
     "fp8": QuantizedKind("float8_e4m3fn", 448),
+    "w8a8": QuantizedKind("int8", 127, group=0, rounds_rows=True),
     # E2M1 are integers of half units.
     "mxfp4": QuantizedKind("uint8", 6, packed=True, scale_dtype="uint8", unit=0.5, group=32),
 }
@@ -56,9 +59,9 @@ def quantize(matrix: jax.Array, kind: str, group: int | tuple[int, int] | None =
 
     Args:
       matrix: [K, N] of floating point; of more dimensions by `jax.vmap`.
-      kind: "int8", "int4", "fp8" or "mxfp4".
-      group: the inputs, or the inputs and outputs, that share a scale; None is all inputs of an output. They divide K
-        and N; those of "int4" are even, those of "mxfp4" 32.
+      kind: "int8", "w8a8", "int4", "fp8" or "mxfp4".
+      group: the inputs, or the inputs and outputs, that share a scale; None is all inputs of an output, or 32 of
+        "mxfp4". They divide K and N; those of "int4" are even, those of "w8a8" all inputs.
 
     Raises ValueError for a kind that does not exist and groups that do not divide the matrix.
     """
@@ -70,10 +73,11 @@ def quantize(matrix: jax.Array, kind: str, group: int | tuple[int, int] | None =
     inputs, outputs = (known.group or K, 1) if group is None else (group, 1) if isinstance(group, int) else group
     if not (0 < inputs <= K and 0 < outputs <= N) or K % inputs or N % outputs:
         raise ValueError(f"quantize: groups of {inputs} × {outputs} do not divide a matrix of {K} × {N}")
-    _check_group("quantize", kind, inputs)
+    _check_group("quantize", kind, inputs, K)
     grouped = matrix.astype(jnp.float32).reshape(K // inputs, inputs, N // outputs, outputs)
     largest = jnp.max(jnp.abs(grouped), axis=(1, 3))
-    is_finite = jnp.isfinite(largest)
+    # XLA's maximum on a CPU may ignore NaN.
+    is_finite = jnp.all(jnp.isfinite(grouped), axis=(1, 3))
     if known.scale_dtype == "uint8":
         fraction, exponent = jnp.frexp(largest)  # largest = fraction · 2^exponent, fraction in [½, 1)
         exponent = jnp.where(fraction > 0.75, exponent - 2, exponent - 3)  # 6 = ¾ · 2³
@@ -127,15 +131,28 @@ def check(operation: str, values: Any, scales: Any, kind: str, by_outputs: bool)
         raise ValueError(
             f"{operation}: {groups[0]} × {groups[1]} scales do not divide a matrix of {K} inputs and {N} outputs"
         )
-    _check_group(operation, kind, K // groups[0])
+    _check_group(operation, kind, K // groups[0], K)
     return K, N
 
 
-def _check_group(operation: str, kind: str, inputs: int) -> None:
+def _check_group(operation: str, kind: str, inputs: int, all_inputs: int) -> None:
     known = KINDS[kind]
-    if known.group not in (None, inputs) or known.packed and inputs % 2:
-        wanted = "an even number of" if known.group is None else known.group
+    only = all_inputs if known.group == 0 else known.group
+    if only not in (None, inputs) or known.packed and inputs % 2:
+        wanted = "an even number of" if only is None else only
         raise ValueError(f"{operation}: groups of {kind} have {wanted} inputs, not {inputs}")
+
+
+def rounded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return rows [..., K] in int8, and the float32 scale [..., 1] of each, by which its largest magnitude is 127.
+
+    A row with a NaN or an infinity has NaN as its scale.
+    """
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    is_finite = jnp.all(jnp.isfinite(wide), axis=-1, keepdims=True)
+    scale = jnp.where(is_finite, jnp.maximum(largest / 127, _SMALLEST), jnp.nan)
+    return jnp.nan_to_num(jnp.round(wide / scale)).astype(jnp.int8), scale
 
 
 def widened_scales(scales: jax.Array) -> jax.Array:
@@ -180,10 +197,13 @@ def _packed(codes: jax.Array, inputs: int) -> jax.Array:
     return ((first & 15) | (second << 4)).reshape(K // 2, N)
 
 
+# The half units of the eight codes of E2M1 without a sign, four bits each, the first in the lowest bits.
+_HALF_UNITS = np.array(0xC8643210, np.uint32).astype(np.int32).item()
+
+
 def _from_e2m1(code: jax.Array) -> jax.Array:
     """Return the half units in a nibble: a sign, two bits of exponent, one of mantissa."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    magnitude = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
+    magnitude = jax.lax.shift_right_logical(jnp.full_like(code, _HALF_UNITS), (code & 7) << 2) & 15
     return jnp.where(code >= 8, -magnitude, magnitude)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.quantized_matmul.formats import dequantize
+from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, rounded_rows
 
 
 def quantized_matmul(
@@ -13,5 +13,9 @@ def quantized_matmul(
     """See `kernels_pallas.quantized_matmul`."""
     matrix = jax.lax.stop_gradient(dequantize(values, scales, kind, by_outputs=by_outputs))
     wide = np.promote_types(x.dtype, jnp.float32)
-    y = jnp.matmul(x.astype(wide), matrix.T if by_outputs else matrix, precision=jax.lax.Precision.HIGHEST)
+    rows = x.astype(wide)
+    if KINDS[kind].rounds_rows:  # the gradient is that of rows that are not rounded
+        numbers, of_row = rounded_rows(rows)
+        rows = rows + jax.lax.stop_gradient(numbers * of_row - rows)
+    y = jnp.matmul(rows, matrix.T if by_outputs else matrix, precision=jax.lax.Precision.HIGHEST)
     return y.astype(x.dtype)

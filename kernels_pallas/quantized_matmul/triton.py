@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import launch, tuning
+from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
-from kernels_pallas.core.target import TargetChip
 from kernels_pallas.matmul.tiles import precision_of
 from kernels_pallas.quantized_matmul.formats import KINDS, halves, unit_scales
 
 _LEAST = 16  # rows and columns of the smallest tiles that tensor cores multiply
+_FEW = 64  # rows of x
 _FP8 = (8, 9)  # the first compute capability that converts it
 
 
@@ -36,18 +36,14 @@ def default_blocks(rows: int, itemsize: int) -> QuantizedTritonBlocks:
     """Return blocks for so many rows of x: of few, small ones, so that many programs read the matrix."""
     if itemsize == 4:
         return QuantizedTritonBlocks(min(rows, 64), 64, 32, warps=4, stages=2)
-    if rows <= 64:
+    if rows <= _FEW:
         return QuantizedTritonBlocks(rows, 64, 128, warps=4, stages=4)
     return QuantizedTritonBlocks(128, 128, 64, warps=8, stages=3)
 
 
-def unsupported_reason(kind: str, by_outputs: bool, chip: TargetChip | None) -> str | None:
-    """Return why the kernel cannot serve a matrix on a chip, or None."""
-    if by_outputs:
-        return "it reads matrices by their inputs"
-    if kind == "fp8" and chip is not None and chip.platform == "gpu" and (chip.compute_capability or (0, 0)) < _FP8:
-        return f"{chip.kind} does not convert FP8"
-    return None
+def unsupported_reason(by_outputs: bool) -> str | None:
+    """Return why the kernel cannot serve a matrix, or None."""
+    return "it reads matrices by their inputs" if by_outputs else None
 
 
 def product(x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, cost: KernelCost, name: str) -> jax.Array:
@@ -59,9 +55,13 @@ def product(x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, co
     bm, bn = blocks.m, max(_LEAST, min(blocks.n, pl.next_power_of_2(N)))
     bk = max(_LEAST, min(blocks.k, pl.next_power_of_2(of_group)))
     parts = pl.cdiv(of_group, bk)  # of a group
-    # Steps of small groups are written out, so that more of them are on their way at a time.
-    unroll = math.gcd(groups * parts, max(1, blocks.k // bk))
+    # Steps of small groups and few rows are written out, so that more of them are on their way at a time.
+    unroll = math.gcd(groups * parts, max(1, blocks.k // bk)) if bm <= _FEW else 1
     contracted = (((1,), (0,)), ((), ()))
+    chip = target.current()
+    by_bytes = kind == "fp8" and chip.platform == "gpu" and (chip.compute_capability or _FP8) < _FP8
+    if by_bytes:
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
 
     def kernel(x_ref, values_ref, scales_ref, y_ref) -> None:
         i, j = pl.program_id(0), pl.program_id(1)
@@ -69,7 +69,7 @@ def product(x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, co
         is_column = j * bn + jax.lax.broadcasted_iota(jnp.int32, (1, bn), 1) < N if N % bn else None
 
         def step(at: jax.Array, total: jax.Array) -> jax.Array:
-            group, first = at // parts, at % parts * bk
+            group, first = (at, 0) if parts == 1 else (jax.lax.div(at, parts), jax.lax.rem(at, parts) * bk)
 
             def inside(shape: tuple[int, int], axis: int) -> jax.Array | None:
                 return first + jax.lax.broadcasted_iota(jnp.int32, shape, axis) < of_group if of_group % bk else None
@@ -80,7 +80,7 @@ def product(x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, co
 
             mask = _both(inside((bk, 1), 0), is_column, (bk, bn))
             tile = launch.load(values_ref.at[pl.ds(group * of_group + first, bk), :], mask)
-            numbers = halves(tile, kind) if packed else (tile,)
+            numbers = halves(tile, kind) if packed else (_fp8_of(tile) if by_bytes else tile,)
             sums = [_dot(x_tile(half), each.astype(x.dtype), contracted) for half, each in enumerate(numbers)]
             sums = sums[0] + sums[1] if packed else sums[0]
             if groups == 1:
@@ -116,6 +116,16 @@ def product(x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, co
         name=name,
     )
     return y
+
+
+def _fp8_of(byte: jax.Array) -> jax.Array:
+    """Return the numbers of bytes in E4M3, in float32, where the chip has no instruction for it."""
+    wide = byte.astype(jnp.int32)
+    magnitude = wide & 127
+    exponent, mantissa = magnitude >> 3, magnitude & 7
+    units = jnp.where(exponent == 0, mantissa, (8 + mantissa) << jnp.maximum(exponent - 1, 0))  # of 2⁻⁹
+    number = units.astype(jnp.float32) * jnp.where(wide >= 128, -(2.0**-9), 2.0**-9)
+    return jnp.where(magnitude == 127, jnp.nan, number)
 
 
 def _both(first: jax.Array | None, second: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:

@@ -1,28 +1,29 @@
 """A product with a quantised matrix as XLA runs it.
 
 XLA on a CPU converts a whole matrix into a buffer of its own before it multiplies. Here a loop converts a block at a
-time, which stays in the cache: outputs [N, K] in blocks of outputs, each of which sees all inputs at once; inputs
-[K, N] in blocks of inputs, which are added. On other chips XLA fuses the conversion or writes the matrix in x's dtype.
+time, which stays in the cache: matrices by outputs in blocks of outputs, whose sums are over all inputs at once;
+others in blocks of inputs, which are added. On other chips XLA fuses the conversion or writes the matrix in x's dtype.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.quantized_matmul.formats import dequantize, unit_scales, unpacked
+from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, rounded_rows, unit_scales, unpacked
 
-_BLOCK = 128 * 2048  # numbers of a block, of about this many
+_BLOCK = 32 * 2048  # numbers of a block, of about this many
 
 
 def quantized_matmul(
     x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, by_outputs: bool = False
 ) -> jax.Array:
     """Return x · matrix, [M, N] in x's dtype, of rows x [M, K]."""
+    if KINDS[kind].rounds_rows:
+        return _of_integers(x, values, scales, by_outputs)
 
     def on_cpu(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
         wide = x.astype(np.promote_types(x.dtype, jnp.float32))
-        if len(x) == 1:  # the product of one row is another kernel, with other bits
-            wide = jnp.pad(wide, ((0, 1), (0, 0)))
+        wide = _of_two_rows(wide)
         blocks = _in_blocks_of_outputs if by_outputs else _in_blocks_of_inputs
         return blocks(wide, values, scales, kind)[: len(x)].astype(x.dtype)
 
@@ -38,6 +39,21 @@ def gradient(d_y: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str,
     matrix = dequantize(values, scales, kind, by_outputs=by_outputs).astype(d_y.dtype)
     contracted = (((1,), (0 if by_outputs else 1,)), ((), ()))
     return jax.lax.dot_general(d_y, matrix, contracted, preferred_element_type=wide).astype(d_y.dtype)
+
+
+def _of_two_rows(x: jax.Array) -> jax.Array:
+    """Return x with two rows or more: the product of one row is another kernel on a CPU, with other bits, and of
+    integers thirty times slower."""
+    return jnp.pad(x, ((0, 1), (0, 0))) if len(x) == 1 else x
+
+
+def _of_integers(x: jax.Array, values: jax.Array, scales: jax.Array, by_outputs: bool) -> jax.Array:
+    """Return x · matrix, of rows that are rounded to int8: products and sums are of integers, and exact."""
+    numbers, of_row = rounded_rows(_of_two_rows(x))
+    contracted = (((1,), (1 if by_outputs else 0,)), ((), ()))
+    sums = jax.lax.dot_general(numbers, values, contracted, preferred_element_type=jnp.int32)
+    per_output = jnp.repeat(scales.reshape(1, -1), sums.shape[1] // scales.size, axis=1)
+    return (sums.astype(jnp.float32) * of_row * per_output)[: len(x)].astype(x.dtype)
 
 
 def _product(x: jax.Array, values: jax.Array, scales: jax.Array, kind: str, by_outputs: bool) -> jax.Array:
@@ -56,19 +72,24 @@ def _in_blocks_of_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, ki
     """Return x [M, K] · matrix, of values by outputs. A row's sums are in an order of their own."""
     N, (outputs, groups) = len(values), scales.shape
     per_output = jnp.repeat(unit_scales(scales, kind), N // outputs, axis=0)
-    width = _divisor(N, max(1, _BLOCK // x.shape[1]))
 
     def one(_: None, block: tuple) -> tuple[None, jax.Array]:
         values, scales = block
         numbers = unpacked(values, kind, groups, x.dtype, 1)
         if groups > 1:
-            numbers = (numbers.reshape(width, groups, -1) * scales[:, :, None]).reshape(width, -1)
-        sums = jax.lax.dot_general(numbers, x, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
-        return None, sums * scales if groups == 1 else sums
+            numbers = (numbers.reshape(len(values), groups, -1) * scales[:, :, None]).reshape(len(values), -1)
+        # With the matrix first it is another kernel, with other bits, where the number of rows is a multiple of 64.
+        sums = jax.lax.dot_general(x, numbers, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+        return None, sums * scales.T if groups == 1 else sums
 
-    blocks = values.reshape(N // width, width, -1), per_output.reshape(N // width, width, groups)
-    _, sums = jax.lax.scan(one, None, blocks)
-    return sums.reshape(N, len(x)).T
+    width = min(N, max(1, _BLOCK // x.shape[1]))
+    whole = N // width * width
+    blocks = (each[:whole].reshape(whole // width, width, -1) for each in (values, per_output))
+    _, sums = jax.lax.scan(one, None, tuple(blocks))
+    sums = jnp.moveaxis(sums, 0, 1).reshape(len(x), whole)
+    if whole < N:
+        sums = jnp.concatenate([sums, one(None, (values[whole:], per_output[whole:]))[1]], axis=1)
+    return sums
 
 
 def _in_blocks_of_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, kind: str) -> jax.Array:

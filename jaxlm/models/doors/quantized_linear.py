@@ -19,8 +19,7 @@ from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.partition import shards_of
 from jaxlm.parallel.rules import GROUPS
 from kernels_pallas.core import target
-from kernels_pallas.core.launch import KernelCost, KernelCosts
-from kernels_pallas.quantized_matmul import costs, mosaic_tpu, quantized_matmul, triton
+from kernels_pallas.quantized_matmul import costs, mosaic_tpu, quantized_matmul
 
 _ROWS = 2  # on a CPU one row is multiplied with another beside it
 
@@ -51,10 +50,8 @@ def _declare(local: Local) -> DoorCost:
     contracted = 1, range(1)
     if (kernel := _kernel(local)) is not None:
         flat = x._replace(shape=(rows, k)), *(each._replace(shape=(each.shape[0], n)) for each in (values, scales))
-        forward, _ = costs(*(each.abstract for each in flat), kind=kind)
-        # XLA computes the gradient of x, of a matrix that it writes in x's dtype.
-        backward = KernelCost(forward.flops, 0, forward.bytes + 2 * x.itemsize * k * n)
-        declared = ProductKernel(kernel, KernelCosts(forward, backward), (), ((x.is_trained, False),))
+        of_kernel = costs(*(each.abstract for each in flat), kind=kind)
+        declared = ProductKernel(kernel, of_kernel, (), ((x.is_trained, False),))
         return DoorCost((DoorProduct(product, 0, weight=1),), declared, passes, contracted=contracted)
     moved = x.itemsize * rows * k + values.bytes + scales.bytes + y.itemsize * rows * n
     # XLA may write the matrix in the dtype of x before it multiplies.
@@ -67,11 +64,11 @@ def _kernel(local: Local) -> str | None:
     if not local.kernels or local.platform == "cpu":
         return None
     _, values, scales, *_ = local.operands
-    kind = local.options["kind"]
     if local.platform == "gpu":
-        return "triton" if triton.unsupported_reason(kind, False, None) is None else None
-    groups = scales.shape[0]
-    return "mosaic_tpu" if mosaic_tpu.unsupported_reason(kind, False, values.shape[0], groups) is None else None
+        return "triton"
+    stored, groups = values.shape[0], scales.shape[0]
+    is_served = mosaic_tpu.unsupported_reason(local.options["kind"], False, stored, groups) is None
+    return "mosaic_tpu" if is_served else None
 
 
 @door(_signature, _declare, name="quantized_linear")

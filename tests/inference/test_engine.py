@@ -57,7 +57,7 @@ CASES += [
 CASES += [
     ("llama", "float32", (), "int8"),
     ("llama", "bfloat16", (), "int4"),
-    ("latent", "float32", (), "int4"),
+    ("latent", "float32", (), "int8"),
     ("mixed", "float32", (2, 1, 2), "fp8"),
 ]  # quantised
 

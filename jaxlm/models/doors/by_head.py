@@ -61,6 +61,8 @@ def by_head(x_BTNI: jax.Array, matrix: Matrix, inputs: str) -> jax.Array:
     (outputs,) = (axis for axis in axes if axis not in ("heads", inputs))
     stored = matrix.widened().astype(x_BTNI.dtype) if isinstance(matrix, QuantizedMatrix) else matrix[...]
     weights_NIO = jnp.transpose(stored, [axes.index(axis) for axis in ("heads", inputs, outputs)])
+    if isinstance(matrix, QuantizedMatrix) and target.platform() == "cpu":
+        weights_NIO = jax.lax.optimization_barrier(weights_NIO)  # or it would lie in another order
     B, T, N, I = x_BTNI.shape  # noqa: E741
     x_RNI = x_BTNI.reshape(B * T, N, I)
     x_RNI = jnp.pad(x_RNI, [(0, _padded(B * T, target.platform()) - B * T), (0, 0), (0, 0)])

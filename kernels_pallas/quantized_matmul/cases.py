@@ -41,6 +41,7 @@ CASES = (
     _case("w8a8, one row", (1,), 64, 33, "w8a8"),
     _case("no leading dimension", (), 64, 32, "int8"),
     _case("empty batch", (0, 4), 64, 32, "int8"),
+    _case("small", (8,), 256, 128, "int8", uses={"bench"}),
     _case("8 × 4096 × 14336, int8", (8,), 4096, 14336, "int8", **_CHIPS),
     _case("8 × 4096 × 14336, int4 of 128", (8,), 4096, 14336, "int4", (32, None), **_CHIPS),
     _case("4096 × 4096 × 14336, int8", (4096,), 4096, 14336, "int8", **_CHIPS),

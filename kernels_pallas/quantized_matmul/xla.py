@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, rounded_rows, unit_scales, unpacked
+from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, halves, rounded_rows, unit_scales, unpacked
 
 _BLOCK = 32 * 2048  # numbers of a block, of about this many
 
@@ -72,14 +72,19 @@ def _in_blocks_of_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, ki
     """Return x [M, K] · matrix, of values by outputs. A row's sums are in an order of their own."""
     N, (outputs, groups) = len(values), scales.shape
     per_output = jnp.repeat(unit_scales(scales, kind), N // outputs, axis=0)
+    # x in the order of the stored values, of bytes with two numbers once for each, so that nothing is interleaved.
+    sides = jnp.moveaxis(x.reshape(len(x), groups, 1 + KINDS[kind].packed, -1), 2, 0)
+    sides = sides.reshape(len(sides), len(x), -1)
 
     def one(_: None, block: tuple) -> tuple[None, jax.Array]:
         values, scales = block
-        numbers = unpacked(values, kind, groups, x.dtype, 1)
-        if groups > 1:
-            numbers = (numbers.reshape(len(values), groups, -1) * scales[:, :, None]).reshape(len(values), -1)
-        # With the matrix first it is another kernel, with other bits, where the number of rows is a multiple of 64.
-        sums = jax.lax.dot_general(x, numbers, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+        sums = jnp.zeros((), x.dtype)
+        for side, each in zip(sides, halves(values, kind) if KINDS[kind].packed else (values,), strict=True):
+            numbers = each.astype(x.dtype)
+            if groups > 1:
+                numbers = (numbers.reshape(len(values), groups, -1) * scales[:, :, None]).reshape(values.shape)
+            # With the matrix first it is another kernel, with other bits, where there are a multiple of 64 rows.
+            sums += jax.lax.dot_general(side, numbers, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
         return None, sums * scales.T if groups == 1 else sums
 
     width = min(N, max(1, _BLOCK // x.shape[1]))
@@ -98,9 +103,10 @@ def _in_blocks_of_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, kin
     per_output = jnp.repeat(unit_scales(scales, kind), N // outputs, axis=1)
     inputs = K // groups
     # A block is a part of a group or some groups; of packed groups whole ones alone.
-    whole = _divisor(groups, max(1, _BLOCK // N // inputs))
+    rows = max(32, min(2 * M, 512))  # of many rows of x the sums are long, and adding to them takes longer
+    whole = _divisor(groups, max(1, rows // inputs))
     is_part = whole == 1 and len(values) == K
-    height = _divisor(inputs, max(1, _BLOCK // N)) if is_part else whole * inputs
+    height = _divisor(inputs, rows) if is_part else whole * inputs
 
     def one(total: jax.Array, block: tuple) -> tuple[jax.Array, None]:
         x, values, scales = block

@@ -388,6 +388,16 @@ def _check_context(experiment: Experiment) -> None:
         raise InputError(f"inference.context = {context} is longer than model.context_length = {longest}; lower it")
 
 
+def check_quantized(experiment: Experiment, kind: Kind = "train") -> None:
+    """Raise InputError where a step would train matrices that are quantised."""
+    quantize = experiment.execution.quantize
+    if kind == "train" and quantize != "none" and experiment.lora is None:
+        raise InputError(
+            f'execution.quantize = "{quantize}" is of weights that are not trained: add [lora], which trains adapters '
+            'beside them, or set execution.quantize = "none"'
+        )
+
+
 def _check_new_tokenizer(experiment: Experiment) -> None:
     """Raise InputError where the model has fewer ids than the tokenizer that is made for it."""
     tokenizer, vocabulary = experiment.data.tokenizer, experiment.model.vocab_size

@@ -15,6 +15,7 @@ from kernels_pallas.layer_norm import layer_norm
 from kernels_pallas.linear_cross_entropy import linear_cross_entropy
 from kernels_pallas.matmul import matmul
 from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.quantized_matmul import quantized_matmul
 from kernels_pallas.rms_norm import rms_norm
 from kernels_pallas.rotary_embedding import rotary_embedding
 from kernels_pallas.softmax import log_softmax, softmax
@@ -30,6 +31,7 @@ __all__ = [
     "log_softmax",
     "matmul",
     "paged_attention",
+    "quantized_matmul",
     "rms_norm",
     "rotary_embedding",
     "softmax",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlm.api.measuring import bench_decode
 from jaxlm.api.model import LoadedModel
+from jaxlm.api.quantizing import quantize
 from jaxlm.api.serving import serve
 from jaxlm.core.addresses import place
 from jaxlm.core.errors import InputError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoadedModel", "bench_decode", "compare", "compile", "configure", "export", "import_run", "load", "plan",
-    "plan_serving", "runs", "serve", "train",
+    "plan_serving", "quantize", "runs", "serve", "train",
 ]  # fmt: skip
 
 
@@ -192,7 +193,8 @@ def export(
             raise InputError(f"{source} is no run with adapters ([lora]); leave out --adapter")
         return adapters.export(source, source.weights, place(folder), checkpoint, average, say)
     # Nothing is computed: each device holds as little as may be.
-    model = load(run, checkpoint=checkpoint, average=average, dtype="stored", workload="prefill", say=say)
+    options = {"checkpoint": checkpoint, "average": average, "dtype": "stored", "workload": "prefill"}
+    model = load(run, ["execution.quantize=none"], **options, say=say)
     return conversion.export(model.source, model.parameters, model.experiment, place(folder), say)
 
 
@@ -250,10 +252,12 @@ def plan(
     are not known or lack a figure, where the mesh does not divide the model, or where no mesh fits or keeps budget and
     deadline.
     """
+    from jaxlm.config import check_quantized
     from jaxlm.costs.plan_order import PlanOrder
     from jaxlm.costs.ranking import rank
     from jaxlm.costs.stack import JAXLM
 
+    check_quantized(experiment, workload)
     order = PlanOrder.of(objective, budget, deadline, workload)
     return rank(experiment, on, mesh, workload, fixed, order, chip, stack or JAXLM)
 
@@ -322,6 +326,7 @@ def compile(
     """
     import jax
 
+    from jaxlm.config import check_quantized
     from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.ladder import say_replicated
     from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, say_batch, say_mesh, with_batch
@@ -330,6 +335,7 @@ def compile(
     from jaxlm.lowering.fit import compile_fitting
     from jaxlm.parallel.mesh import make_mesh
 
+    check_quantized(experiment, workload)
     if fit and workload != "train":
         raise InputError(f"--fit varies microbatches and rematerialisation, which {workload} does not have")
     target = Target.parse(on, chip)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.models.config import ModelConfig
     from jaxlm.models.execution_config import Dtype
+    from jaxlm.models.quantize_config import Quantization
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.rules import Kind
@@ -92,6 +93,11 @@ class LoadedModel:
             dtype, why = dtype_choice.of_published(stored)
         self._say(f"computing in {dtype}, {why}")
         return dtype
+
+    @property
+    def quantization(self) -> "Quantization | None":
+        """The form of the matrices of layers; None where they are in `dtype`."""
+        return self.experiment.execution.quantization
 
     @property
     def parameters(self) -> "Tree":
@@ -332,6 +338,7 @@ class LoadedModel:
             grammars=self.tokenizer and Grammars(self.tokenizer, self.config.vocab_size),
             kernels=self.experiment.execution.kernels,
             draft=self._draft_model(settings),
+            quantized=self.quantization,
         )
 
     def _draft_model(self, settings: "EngineSettings") -> "DraftModel | None":
@@ -353,7 +360,7 @@ class LoadedModel:
             raise InputError(
                 f"{draft.source} has other tokens than {self.source}, and its drafts would be none of them"
             )
-        return DraftModel(draft.config, draft.parameters)
+        return DraftModel(draft.config, draft.parameters, draft.quantization)
 
     def evaluate(
         self, data: str | None = None, display: "Display | None" = None, *, is_chat: bool = False
@@ -406,7 +413,8 @@ class LoadedModel:
         else:
             dtype = "float32" if self._workload == "train" else self.dtype
         rules = FORWARD if self._workload == "prefill" else RULES[self._workload]
-        request = WeightsRequest(self.config, mesh, rules, dtype, self._checkpoint, self._average, self._say)
+        asked = self._checkpoint, self._average, self._say, self.quantization
+        request = WeightsRequest(self.config, mesh, rules, dtype, *asked)
         return self.source.weights.restore(request)
 
     @cached_property
@@ -420,7 +428,7 @@ class LoadedModel:
         from jaxlm.parallel.partition import using_rules
         from jaxlm.parallel.rules import FORWARD
 
-        graph, _ = abstract(self.config)
+        graph, _ = abstract(self.config, quantized=self.quantization)
 
         @jax.jit
         @using_rules(FORWARD)

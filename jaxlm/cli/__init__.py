@@ -31,6 +31,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         hardware,
         import_,
         plan,
+        quantize,
         runs,
         serve,
         train,
@@ -39,7 +40,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="jaxlm", description="Language models in JAX, with every cost counted before it is paid.")
     parser.add_argument("--version", action="version", version=f"jaxlm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in train, eval, generate, serve, runs, compare, import_, export, plan, compile, hardware, config:
+    of_models = train, eval, generate, serve, runs, compare, import_, export, quantize
+    for module in (*of_models, plan, compile, hardware, config):
         _add(commands, module)
     measures = _add(commands, bench).add_subparsers(dest="part", metavar="WHAT", required=True)
     for module in bench.PARTS:

@@ -33,10 +33,8 @@ _NEEDS = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
 # The same for all processes.
-_SAME = (
-    *("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory", "chunk_tokens", "speculate"),
-    *("dtype", "fast"),
-)
+_SIZES = ("slots", "max_context", "cache_memory", "chunk_tokens", "speculate")
+_SAME = ("overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli import trained
 from jaxlm.cli.paths import location
 from jaxlm.core.errors import InputError
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, more_workloads: dict[str, str
         default="train",
         help="; ".join(["the kind of step (train)", *(f"{name}: {text}" for name, text in more.items())]),
     )
+    trained.add_quantize(parser)
     add_chip(parser)
 
 
@@ -60,7 +62,8 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     from jaxlm import config
 
     kind = "decode" if arguments.workload == "serve" else arguments.workload
-    experiment = config.load(arguments.config, arguments.overrides, kind)
+    overrides = [*arguments.overrides, *trained.quantize_overrides(arguments)]
+    experiment = config.load(arguments.config, overrides, kind)
     twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
     if arguments.mesh is not None and twice:
         raise InputError(f"--mesh {arguments.mesh} sets the whole mesh; leave out {twice[0]}, or --mesh")

@@ -3,10 +3,12 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from jaxlm import api
 from jaxlm.cli.paths import location
+from jaxlm.core.errors import InputError
+from jaxlm.models.quantize_config import QuantizeKind
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
@@ -23,6 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as mesh.tensor=1")
     add_checkpoint(parser)
+    add_quantize(parser)
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:
@@ -36,7 +39,29 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (training.ema_decay)")
 
 
-_READ = ("model", "mesh", "execution.dtype", "execution.kernels")  # sections and keys that every command reads
+def add_quantize(parser: ArgumentParser) -> None:
+    """Add the width that matrices of layers are kept in."""
+    parser.add_argument(
+        "--quantize",
+        choices=("none", *get_args(QuantizeKind)),
+        help="keep the matrices of layers in this width (execution.quantize); routers, experts and tables stay as they "
+        "are",
+    )
+
+
+def quantize_overrides(arguments: Namespace) -> list[str]:
+    """Return the override that --quantize makes. Raises InputError where another sets the same key."""
+    from jaxlm.config import overridden
+
+    if arguments.quantize is None:
+        return []
+    if "execution.quantize" in overridden(arguments.overrides):
+        raise InputError("--quantize and execution.quantize are one setting; give one of them")
+    return [f"execution.quantize={arguments.quantize}"]
+
+
+# Sections and keys that every command reads.
+_READ = ("model", "mesh", "execution.dtype", "execution.kernels", "execution.quantize", "execution.quantize_group")
 
 
 def load(
@@ -56,7 +81,7 @@ def load(
 
     model = api.load(
         arguments.run,
-        [*arguments.overrides, *overrides],
+        [*arguments.overrides, *quantize_overrides(arguments), *overrides],
         reads=(*_READ, *reads),
         checkpoint=arguments.checkpoint,
         average=arguments.ema,

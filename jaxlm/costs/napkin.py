@@ -16,7 +16,8 @@ class Napkin(NamedTuple):
     """A napkin estimate of a step.
 
     `flops`: over the whole job. `memory_bytes`: on one device, 16 per parameter in training, and the size of the dtype
-    in inference and for parameters that adapters leave untrained. `step_s`: the FLOPs at the chips' peak, or in
+    in inference and for parameters that adapters leave untrained, of quantised ones their own.
+    `step_s`: the FLOPs at the chips' peak, or in
     decoding one read of `memory_bytes` at the memory bandwidth, of experts those that the tokens may be expected to
     choose; None if the chips or their peak are unknown.
     """
@@ -34,7 +35,7 @@ def napkin(work: Workload, target: Target | None) -> Napkin:
     stored, unread = 0, 0.0  # on so many devices together
     for path, d in work.parameters.items():
         numbers = shards * work.stored(d.axes, d.shape) if d.inputs else math.prod(d.shape)
-        stored += numbers * (work.itemsize if path in work.base else each)
+        stored += numbers * (work.itemsize_of(d) if path in work.base or d.dtype else each)
         if work.kind == "decode" and d.of_experts:
             unread += numbers * each * float(1 - active_share(work, path)) ** work.slots
     flops, size = napkin_flops(work), stored // shards

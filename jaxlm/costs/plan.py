@@ -163,6 +163,11 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
     needed, or where the sequence is longer than the model's context.
     """
     stages = stack.pipeline.stages
+    if stack.precision is not None and work.quantized is not None:
+        raise InputError(
+            f"precision = {stack.precision} of the stack and execution.quantize = {work.quantized.kind} are both the "
+            "width of weights; leave one of them out"
+        )
     if stages > 1 and work.kind != "train":
         raise InputError("a pipeline is planned in training alone: leave pipeline.stages out, or plan --workload train")
     if work.layout.size * stages != target.devices:
@@ -193,6 +198,7 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
 def parameter_counts(work: Workload) -> dict[str, int]:
     """Return the number of parameters: in total, active for each token, in the embedding tables, and in training of
     the parameters that train. State is counted by itself, where there is any."""
+    work = work.with_execution(quantize="none")  # whose leaves are numbers of parameters
     declared = {path: d for path, d in work.parameters.items() if not d.is_state}
     sizes = {path: math.prod(d.shape) for path, d in declared.items()}
     total = sum(sizes.values())

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
@@ -22,6 +24,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import UnpaddedReads
 from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
@@ -55,7 +58,7 @@ class Workload:
     read `batch` prompts of `sequence` tokens, chunk by chunk, and give the logits after each prompt. `decode` is the
     engine's step that reads the last token of each of `batch` sequences of `sequence` tokens. `execution.dtype` is the
     dtype of forward and backward pass; in training, parameters, accumulated gradients and optimizer state are float32,
-    except parameters that `lora` adapts or leaves as they are, which stay in `execution.dtype`.
+    except parameters that `lora` adapts or leaves as they are, which stay in `execution.dtype` or are quantised.
 
     Attributes:
       batch: sequences, over the whole job.
@@ -222,13 +225,18 @@ class Workload:
     @property
     def parameters(self) -> dict[str, Dimensions]:
         """The dimensions of each parameter, by path."""
-        return parameters.parameters(self.model, self.lora)
+        return parameters.parameters(self.model, self.lora, self.quantized)
+
+    @property
+    def quantized(self) -> Quantization | None:
+        """The form of the matrices of layers that do not train; None where they are in the dtype of the computation."""
+        return self.execution.quantization if self.kind != "train" or self.lora else None
 
     @property
     def base(self) -> frozenset[str]:
         """The paths of the parameters that adapters leave untrained: such a parameter has one copy, in the dtype of the
         computation, and no optimizer state."""
-        return frozenset() if self.lora is None else parameters.base(self.model, self.lora)
+        return frozenset() if self.lora is None else parameters.base(self.model, self.lora, self.quantized)
 
     @property
     def trainable(self) -> dict[str, Dimensions]:
@@ -244,6 +252,10 @@ class Workload:
     def itemsize(self) -> int:
         """Bytes of a number in the dtype of the computation."""
         return BYTES[self.dtype]
+
+    def itemsize_of(self, parameter: Dimensions) -> int:
+        """Return the bytes of a number of a parameter that does not train, as it is kept."""
+        return self.itemsize if parameter.dtype is None else jnp.dtype(parameter.dtype).itemsize
 
     @property
     def target(self) -> tuple[str, str | None, bool, bool]:

@@ -23,6 +23,7 @@ from jaxlm.families.rule import TensorRule, matching
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.families.settings import config_of, family_of, inert_keys, model_of
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Tree, parameter_count
 from jaxlm.parallel.rules import Rules
 
@@ -178,9 +179,16 @@ class PublishedModel:
         starts = tuple(start.replace("{l}", str(layer)) for start, layer in layers)
         return [name for name in self.stored if name.startswith(starts)]
 
-    def load(self, mesh: Mesh, rules: Rules, dtype: jax.typing.DTypeLike | None = None) -> Tree:
-        """Return the parameters, sharded on a mesh, in a dtype or each in its own. Raises InputError as `tensors`."""
-        return table.load(self.model, self.tensors, self.stored, mesh, rules, dtype)
+    def load(
+        self,
+        mesh: Mesh,
+        rules: Rules,
+        dtype: jax.typing.DTypeLike | None = None,
+        quantized: Quantization | None = None,
+    ) -> Tree:
+        """Return the parameters, sharded on a mesh, in a dtype or each in its own, matrices of layers perhaps
+        quantised. Raises InputError as `tensors`."""
+        return table.load(self.model, self.tensors, self.stored, mesh, rules, dtype, quantized)
 
     def digest(self) -> str:
         """Return a digest of the model's tensor files. Raises InputError if a file is missing."""

@@ -33,6 +33,7 @@ from jaxlm.families.table import TensorBinding, TensorPlace
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.rules import Rules
 
@@ -153,10 +154,16 @@ class AdaptedModel(PublishedModel):
         except (re.error, AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{file}: {key} and {pattern} give {module} no number ({error})") from None
 
-    def load(self, mesh: Mesh, rules: Rules, dtype: jax.typing.DTypeLike | None = None) -> Tree:
+    def load(
+        self,
+        mesh: Mesh,
+        rules: Rules,
+        dtype: jax.typing.DTypeLike | None = None,
+        quantized: Quantization | None = None,
+    ) -> Tree:
         """Return the parameters, as `PublishedModel.load` does; sums are rounded once."""
         stored = self._sums(wide=dtype is not None)
-        return table.load(self.model, self.tensors, stored, mesh, rules, dtype)
+        return table.load(self.model, self.tensors, stored, mesh, rules, dtype, quantized)
 
     def digest(self) -> str:
         """Return a digest of adapters and base."""

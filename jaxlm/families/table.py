@@ -19,6 +19,8 @@ from jaxlm.families.rule import TensorRule
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.quantize_config import Quantization
+from jaxlm.models.quantizing import Quantizer
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.host_shards import HostShards
 from jaxlm.parallel.rules import Rules
@@ -183,6 +185,7 @@ def load(
     mesh: Mesh,
     rules: Rules,
     dtype: jax.typing.DTypeLike | None,
+    quantized: Quantization | None = None,
 ) -> Tree:
     """Return the parameters, sharded on a mesh. Each stored tensor is read once, into the shards of this process's
     devices; an array goes to its devices as soon as all of its tensors are read.
@@ -193,8 +196,10 @@ def load(
     Args:
       dtype: the dtype to cast to; None keeps the stored dtype of each array (for a stack, of its first layer). State
         is float32.
+      quantized: the form of the matrices of layers; each is quantised as soon as it is read, from what is stored.
     """
     _, abstract = model_tree.abstract(model)
+    quantizer = None if quantized is None else Quantizer(model, quantized, mesh, rules, None)
     shapes = model_tree.paths(model_tree.shapes(abstract))
     shardings = model_tree.shardings(abstract, mesh, rules)
     sharding_of = model_tree.paths(shardings)
@@ -206,13 +211,15 @@ def load(
         for place, piece in zip(binding.places, binding.read(numbers), strict=True):
             path = place.path
             if path not in filled:
-                to = jax.dtypes.canonicalize_dtype(numbers.dtype if dtype is None else dtype)
+                as_stored = dtype is None or (quantizer is not None and quantizer.is_quantized(path))
+                to = jax.dtypes.canonicalize_dtype(numbers.dtype if as_stored else dtype)
                 to = np.dtype(np.float32) if binding.is_state else to
                 filled[path] = HostShards(shapes[path].shape, to, sharding_of[path])
             filled[path].fill(place.begin, piece[(None,) * len(place.index)])
             missing[path] -= 1
             if not missing[path]:
-                arrays[path] = filled.pop(path).on_devices()
+                array = filled.pop(path).on_devices()
+                arrays[path] = array if quantizer is None else quantizer.parameter(path, array)
     return jax.tree.unflatten(jax.tree.structure(shardings), [arrays[path] for path in sharding_of])
 
 

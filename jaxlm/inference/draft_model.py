@@ -13,15 +13,18 @@ from jaxlm.inference.programs import EnginePrograms, compiled_proposal, compiled
 from jaxlm.inference.ragged_step import Batch, NextTokens, SlotState
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.rules import ENGINE
 
 
 class DraftModel(NamedTuple):
-    """A model that draws drafts, of the same token ids. `parameters`: on the engine's mesh, in its dtype."""
+    """A model that draws drafts, of the same token ids. `parameters`, `quantized`: as the engine takes its own, on the
+    engine's mesh and in its dtype."""
 
     model: ModelConfig
     parameters: Tree
+    quantized: Quantization | None = None
 
 
 class Drafter:
@@ -35,7 +38,7 @@ class Drafter:
     """
 
     def __init__(self, of: EnginePrograms, draft: DraftModel, valid_token_mask: np.ndarray):
-        self.programs = replace(of, model=draft.model, history=0)
+        self.programs = replace(of, model=draft.model, history=0, quantized=draft.quantized)
         self._parameters = self.programs.weights.stored(draft.parameters, of.mesh, ENGINE)
         self._groups = [_group(window, of.layout.groups) for window in self.programs.layout.groups]
         self._of_engine = len(of.layout.groups)

@@ -27,6 +27,7 @@ from jaxlm.inference.step_shapes import TILE
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
 from jaxlm.models.positions import angle_classes
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Tree
 
 
@@ -63,13 +64,14 @@ class Engine:
     that were found in the cache, or on whether it was interrupted (`check` measures it).
 
     Args:
-      parameters: on `mesh`, in the dtype to compute in.
+      parameters: on `mesh`, in the dtype to compute in, but for matrices that are quantised.
       valid_token_mask: bool [V], whether an id has a token; ids without a token are never drawn. None where all ids
         have one.
       stop_token_ids: ids that end every request.
       grammars: of the model's tokens; None where requests have no grammars.
       kernels: `execution.kernels`.
       draft: draws the drafts of `settings.speculation`, unless they are looked up.
+      quantized: the form of the matrices of layers; None where they are in the dtype to compute in.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -86,12 +88,13 @@ class Engine:
         grammars: Grammars | None = None,
         kernels: Kernels = "auto",
         draft: DraftModel | None = None,
+        quantized: Quantization | None = None,
     ):
         self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
         if (settings.drafts > 0 and not settings.looks_up) != (draft is not None):
             raise InputError("a draft model is given exactly where speculation has a source other than ngram")
         self.grammars = grammars
-        programs = EnginePrograms.of(model, mesh, jax.tree.leaves(parameters)[0].dtype, settings, kernels)
+        programs = EnginePrograms.of(model, mesh, parameters["embedding"].dtype, settings, kernels, quantized)
         self.runner = Runner(
             programs,
             parameters,

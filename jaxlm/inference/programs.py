@@ -29,6 +29,7 @@ from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
 from jaxlm.models.kernels import using_kernels
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.collectives import on_each_shard
 from jaxlm.parallel.layout import Layout
@@ -55,6 +56,7 @@ class EnginePrograms:
       drafts: the most drafts of a sequence in a step.
       history: the most tokens of a sequence, in which drafts are looked up; 0 where they are not.
       kernels: `execution.kernels`.
+      quantized: the form of the matrices of layers; None where they are in `dtype`.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -69,16 +71,23 @@ class EnginePrograms:
     drafts: int
     history: int
     kernels: Kernels
+    quantized: Quantization | None = None
 
     @classmethod
     def of(
-        cls, model: ModelConfig, mesh: Mesh, dtype: jnp.dtype, settings: EngineSettings, kernels: Kernels = "auto"
+        cls,
+        model: ModelConfig,
+        mesh: Mesh,
+        dtype: jnp.dtype,
+        settings: EngineSettings,
+        kernels: Kernels = "auto",
+        quantized: Quantization | None = None,
     ) -> "EnginePrograms":
         """Return the programs of an engine of these sizes, whose slots are divided over the shards."""
         slots = -(-settings.slots // _shards(mesh))
         history = min(model.context_length, settings.context or model.context_length) if settings.looks_up else 0
         sizes = settings.page, slots, settings.chunk_tokens, settings.exact, settings.drafts, history
-        return cls(model, mesh, dtype, *sizes, kernels)
+        return cls(model, mesh, dtype, *sizes, kernels, quantized)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
@@ -113,7 +122,7 @@ class EnginePrograms:
     @cached_property
     def weights(self) -> WeightLayout:
         """The form in which parameters are kept."""
-        return WeightLayout(self.model, by_outputs=self.is_on_cpu and self.exact)
+        return WeightLayout(self.model, self.is_on_cpu and self.exact, self.quantized, self.is_on_cpu)
 
     @cached_property
     def layout(self) -> PageLayout:

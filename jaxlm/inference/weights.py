@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.transformer import Transformer
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.partition import named_sharding
@@ -31,11 +32,19 @@ class WeightLayout:
 
     Args:
       by_outputs: whether matrices are [out, in].
+      quantized: the form of the matrices of layers, where they are quantised.
+      quantized_by_outputs: whether these are [out, in]: on a CPU they are multiplied so, a block of outputs at a time.
     """
 
-    def __init__(self, model: ModelConfig, by_outputs: bool):
-        self.model, self.by_outputs = model, by_outputs
-        self.graph, self.abstract = tree.abstract(model, unrolled=True)
+    def __init__(
+        self,
+        model: ModelConfig,
+        by_outputs: bool,
+        quantized: Quantization | None = None,
+        quantized_by_outputs: bool = False,
+    ):
+        self.model, self.by_outputs, self._quantized_by_outputs = model, by_outputs, quantized_by_outputs
+        self.graph, self.abstract = tree.abstract(model, unrolled=True, quantized=quantized)
         self._dimensions = tree.paths(tree.dimensions(self.abstract))
 
     def stored(self, parameters: Tree, mesh: Mesh, rules: Rules) -> Tree:
@@ -87,7 +96,8 @@ class WeightLayout:
         return tuple((i,) for i in of.kept) if of.kept else (of.outputs, of.inputs)
 
     def _is_turned(self, of: Dimensions) -> bool:
-        return self.by_outputs and bool(of.inputs) and not of.looked_up and not of.by_outputs
+        by_outputs = self.by_outputs if of.dtype is None else self._quantized_by_outputs
+        return by_outputs and bool(of.inputs) and not of.looked_up and not of.by_outputs
 
 
 def _placement(of: Dimensions, sharding: NamedSharding) -> NamedSharding | Format:

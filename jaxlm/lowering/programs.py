@@ -45,7 +45,8 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
         slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens, speculation=drafts, context=work.sequence
     )
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels
-    engine = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels)
+    quantized = experiment.execution.quantization
+    engine = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels, quantized)
     counts = (work.slots * most_pages(work.sequence, window, work.page) + 1 for window in engine.layout.groups)
     shape = work.without_drafts().largest_step().engine_steps.shape
     step = engine.step(shape, CacheSize(work.sequence, tuple(counts)))

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from jaxlm.core.schema import InWords, Section
+from jaxlm.models.quantize_config import Quantization, QuantizeKind
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -44,6 +45,14 @@ class ExecutionConfig(Section):
     """Compile equal layers of a training step once, in a loop, or write all layers out. "auto" writes them out on a GPU
     unless `remat` is "full", up to 48 layers, where the counted memory fits; on a CPU up to 12 layers that keep
     everything; on a TPU it is a loop."""
+    quantize: Literal["none"] | QuantizeKind = "none"
+    """Keep the matrices of layers in this width: int8 and fp8 (float8_e4m3fn) have a float32 scale for each output,
+    int4 one for each output and group of inputs. Embeddings, the unembedding, norms, biases, routers and experts stay
+    in `dtype`, and so do sums. In inference weights are rounded as they are read; in training it is for the weights
+    that [lora] leaves as they are (QLoRA, arXiv:2305.14314), and needs that section."""
+    quantize_group: Literal[32, 64, 128] = 64
+    """The inputs that share a scale of int4: the largest of 32, 64 and 128 up to this number that divides the inputs of
+    a matrix; a matrix whose inputs 32 does not divide stays in `dtype`."""
     compiler_options: Annotated[dict[str, bool | int | float | str], InWords(type="table", default="none")] = Field(
         default_factory=dict
     )
@@ -55,3 +64,10 @@ class ExecutionConfig(Section):
         """True if equal layers run in a loop: also where "auto" is not resolved (`jaxlm.costs.layer_loops`), as in a
         recording and in inference, which does not read the key."""
         return self.scan_layers is not False
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The form of the matrices of layers; None where they are in `dtype`."""
+        if self.quantize == "none":
+            return None
+        return Quantization(self.quantize, self.quantize_group if self.quantize == "int4" else 0)

@@ -1,21 +1,21 @@
 """LoRA as a change of a model's modules: matrices with adapters, which alone are trained, and their sum."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
 
 from flax import nnx
 
 from jaxlm.core.errors import InputError
+from jaxlm.models.adapted_matrix import AdaptedMatrix
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.parameters import AdaptedMatrix, Module, stack
+from jaxlm.models.parameters import Module, stack
+from jaxlm.models.quantized_matrix import QuantizedMatrix
+from jaxlm.models.replaced import at_path, replaced
 from jaxlm.models.transformer import Transformer
 
 _ALL = "*"  # all matrices that may have adapters
 _SHOWN = 4  # paths in a message
-_Changed = TypeVar("_Changed", bound=Module)
 
 
 def targets(
@@ -43,31 +43,14 @@ def targets(
 
 def adapt(module: Transformer, settings: LoraConfig, paths: Sequence[str], rngs: nnx.Rngs) -> Transformer:
     """Give the matrices of a model at these paths adapters, and return it."""
-    groups = module.groups
 
-    def blocks() -> tuple[Module, ...]:
-        blocks = groups.distinct(module.layers)
-        return tuple(_adapt(block, settings, _below(paths, block.name), nnx.Rngs(0)) for block in blocks)
+    def adapted(rngs: nnx.Rngs) -> Callable[[nnx.Param | QuantizedMatrix], AdaptedMatrix]:
+        return lambda base: _adapted(base, settings, rngs)
 
-    graphs = map(nnx.graphdef, nnx.eval_shape(blocks))
-    module.groups = replace(groups, graphs=tuple(zip(dict(groups.graphs), graphs, strict=True)))
-    return _adapt(module, settings, paths, rngs)
+    return replaced(module, paths, adapted(rngs), in_blocks=lambda base: adapted(nnx.Rngs(0))(base))
 
 
-def _below(paths: Iterable[str], name: str) -> list[str]:
-    return [path.removeprefix(f"{name}/") for path in paths if path.startswith(f"{name}/")]
-
-
-def _adapt(module: _Changed, settings: LoraConfig, paths: Sequence[str], rngs: nnx.Rngs) -> _Changed:
-    for path in paths:
-        *above, name = path.split("/")
-        parent = _at(module, above)
-        base = getattr(parent, name)
-        setattr(parent, name, _adapted(base, settings, rngs))
-    return module
-
-
-def _adapted(base: nnx.Param, settings: LoraConfig, rngs: nnx.Rngs) -> AdaptedMatrix:
+def _adapted(base: nnx.Param | QuantizedMatrix, settings: LoraConfig, rngs: nnx.Rngs) -> AdaptedMatrix:
     """Return a matrix with an adapter, or a stack of them."""
     stacked = base.axes.count("layers")
     inputs, axes, shape = len(base.inputs), base.axes[stacked:], base.shape[stacked:]
@@ -76,22 +59,26 @@ def _adapted(base: nnx.Param, settings: LoraConfig, rngs: nnx.Rngs) -> AdaptedMa
         return AdaptedMatrix(shape, axes, inputs, settings.rank, settings.scale, rngs)
 
     matrix = stack(make, base.shape[0], rngs) if stacked else make(rngs)
-    matrix.base = nnx.Param(base[...], axes=base.axes, inputs=base.inputs)
+    matrix.base = base if isinstance(base, Module) else nnx.Param(base[...], axes=base.axes, inputs=base.inputs)
     return matrix
 
 
+def widen(module: Transformer) -> Transformer:
+    """Put float32 numbers in the place of each quantised matrix, and return the module, which is none to run any
+    more."""
+    for path, node in list(nnx.iter_graph(module)):
+        if isinstance(node, QuantizedMatrix):
+            setattr(at_path(module, path[:-1]), str(path[-1]), nnx.Param(node.widened()))
+    return module
+
+
 def merge(module: Transformer) -> Transformer:
-    """Put the sum W + scale · A·B in the place of each adapted matrix, in the dtype of W, and return the module.
+    """Put the sum W + scale · A·B in the place of each adapted matrix, in the dtype of W or float32 of one that is
+    quantised, as those without adapters become then, and return the module.
 
     It is computed in float32. The module is none to run any more, since its layers are described as adapted ones.
     """
     for path, node in list(nnx.iter_graph(module)):
         if isinstance(node, AdaptedMatrix):
-            setattr(_at(module, path[:-1]), str(path[-1]), nnx.Param(node.sum()))
-    return module
-
-
-def _at(module: Any, path: Sequence[Any]) -> Any:
-    for part in path:
-        module = module[part] if isinstance(module, Mapping | nnx.Dict | nnx.List) else getattr(module, part)
-    return module
+            setattr(at_path(module, path[:-1]), str(path[-1]), nnx.Param(node.sum()))
+    return widen(module)

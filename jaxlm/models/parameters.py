@@ -1,8 +1,6 @@
 """The declaration of parameters: once, in their module, with everything that other code reads about them."""
 
 import functools
-import math
-import string
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -77,6 +75,16 @@ def is_state(parameter: nnx.Param) -> bool:
     return "rate" in parameter.get_metadata()
 
 
+def keeps_dtype(parameter: nnx.Param) -> bool:
+    """Return whether a leaf of a tree has one dtype, whatever the model computes in: state, and what is quantised."""
+    return is_state(parameter) or bool(parameter.get_metadata().get("keeps_dtype"))
+
+
+def is_quantized(parameter: nnx.Param) -> bool:
+    """Return whether a parameter is of a quantised matrix."""
+    return keeps_dtype(parameter) and not is_state(parameter)
+
+
 def rate_of(parameter: nnx.Param) -> float:
     """Return the rate of state; 0 of a parameter."""
     return parameter.get_metadata().get("rate", 0.0)
@@ -104,36 +112,6 @@ class Module(nnx.Module):
         super().__setattr__(name, value)
 
 
-class AdaptedMatrix(Module):
-    """A matrix W that is not trained, and the adapter A, B that is: x·W + scale · (x·A)·B.
-
-    `base` is W [*inputs, *outputs], `a` is [*inputs, rank] and `b` [rank, *outputs]; all may be stacked. A begins
-    uniform between ±1/√inputs, as PEFT has it, and B at zero, so that the sum begins as W (Hu et al. 2021,
-    arXiv:2106.09685, section 4.1).
-    """
-
-    base: nnx.Param
-
-    def __init__(
-        self, shape: tuple[int, ...], axes: tuple[str, ...], inputs: int, rank: int, scale: float, rngs: nnx.Rngs
-    ):
-        """Declare the adapter of a matrix of this shape and these axes, the first `inputs` of which it contracts. The
-        matrix becomes `base` afterwards."""
-        self.scale = scale
-        before, after = " ".join(axes[:inputs]), " ".join(axes[inputs:])
-        bound = math.prod(shape[:inputs]) ** -0.5
-        self.a = param(rngs, (*shape[:inputs], rank), f"{before} -> {RANK}", uniform(bound))
-        self.b = param(rngs, (rank, *shape[inputs:]), f"{RANK} -> {after}", zeros)
-
-    def sum(self) -> jax.Array:
-        """Return W + scale · A·B, computed in float32, in the dtype of W."""
-        letters = dict(zip(dict.fromkeys((*self.base.axes, RANK)), string.ascii_letters, strict=False))
-        a, b, base = ("".join(letters[axis] for axis in p.axes) for p in (self.a, self.b, self.base))
-        wide = (p[...].astype(jnp.float32) for p in (self.a, self.b))
-        product = jnp.einsum(f"{a},{b}->{base}", *wide, precision="highest")
-        return (self.base[...].astype(jnp.float32) + self.scale * product).astype(self.base[...].dtype)
-
-
 def is_adapter(parameter: nnx.Param) -> bool:
     """Return whether a parameter is one of an adapter."""
     return RANK in parameter.axes
@@ -144,9 +122,11 @@ def axes_of(parameter: nnx.Param) -> tuple[str, ...]:
     return parameter.axes[-parameter[...].ndim :]
 
 
-def scope(parameter: nnx.Param | None) -> AbstractContextManager:
+def scope(parameter: nnx.Param | Module | None) -> AbstractContextManager:
     """Add the parameter's name to the path of everything computed inside."""
-    name = None if parameter is None else parameter.get_metadata().get("name")
+    name = (
+        parameter.get_metadata().get("name") if isinstance(parameter, nnx.Param) else getattr(parameter, "name", None)
+    )
     return jax.named_scope(name) if name else nullcontext()
 
 

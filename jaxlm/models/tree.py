@@ -18,7 +18,10 @@ from jax.sharding import Mesh
 from jaxlm.models import lora
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.parameters import is_adapter, is_state, shapes_alone
+from jaxlm.models.parameters import is_adapter, is_quantized, is_state, keeps_dtype, shapes_alone
+from jaxlm.models.quantize_config import Quantization
+from jaxlm.models.quantized_matrix import QuantizedMatrix
+from jaxlm.models.replaced import replaced
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
@@ -32,22 +35,27 @@ _TABLES = frozenset({"vocab", "positions"})
 
 
 def abstract(
-    model: ModelConfig, adapted: LoraConfig | None = None, unrolled: bool = False
+    model: ModelConfig,
+    adapted: LoraConfig | None = None,
+    unrolled: bool = False,
+    quantized: Quantization | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Return (graph, tree) of the model, or of one with adapters: `nnx.merge(graph, parameters)` is the module. Its
-    layers may be `unrolled`, as `unstack_layers` returns them.
+    """Return (graph, tree) of the model, or of one with adapters or quantised matrices: `nnx.merge(graph, parameters)`
+    is the module. Its layers may be `unrolled`, as `unstack_layers` returns them.
 
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
     `models.parameters.param` declared. Nobody may change it.
     """
-    asked: Any = (model, adapted, unrolled)  # frozen, and so hashable, which pydantic does not tell a type checker
+    asked: Any = (model, adapted, unrolled, quantized)  # frozen, and so hashable, which pydantic does not tell
     return _abstract(*asked)
 
 
 @lru_cache(maxsize=64)  # commands ask for it a dozen times
-def _abstract(model: ModelConfig, adapted: LoraConfig | None, unrolled: bool) -> tuple[nnx.GraphDef, nnx.State]:
+def _abstract(
+    model: ModelConfig, adapted: LoraConfig | None, unrolled: bool, quantized: Quantization | None
+) -> tuple[nnx.GraphDef, nnx.State]:
     with shapes_alone():
-        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, unrolled)))
+        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, unrolled, quantized)))
 
 
 def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
@@ -56,14 +64,15 @@ def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
 
 
 def shapes(tree: nnx.State, dtype: jax.typing.DTypeLike | None = None) -> Tree:
-    """Return the `jax.ShapeDtypeStruct` of each parameter, as declared or in another dtype; of state as declared."""
+    """Return the `jax.ShapeDtypeStruct` of each parameter, as declared or in another dtype; of state and of quantised
+    matrices as declared."""
     return read(
-        tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_state(leaf) else dtype or leaf.dtype)
+        tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if keeps_dtype(leaf) else dtype or leaf.dtype)
     )
 
 
 def cast(tree: nnx.State, parameters: Tree, dtype: jax.typing.DTypeLike) -> Tree:
-    """Return the parameters of an abstract tree in a dtype; state stays float32."""
+    """Return the parameters of an abstract tree in a dtype; state and quantised matrices keep theirs."""
     return jax.tree.map(lambda x, like: x.astype(like.dtype), parameters, shapes(tree, dtype))
 
 
@@ -93,6 +102,7 @@ class Dimensions:
     table: bool  # a matrix with a row or column per token or position: embedding, unembedding
     kept: tuple[int, ...] = ()  # the order of a matrix that is multiplied head by head in an engine on a CPU
     is_state: bool = False  # no gradient moves it
+    dtype: str | None = None  # None: that of the computation
 
     @property
     def looked_up(self) -> bool:
@@ -131,7 +141,8 @@ def dimensions(tree: nnx.State) -> Tree:
         outputs = tuple(i for i in rest if i not in inputs)
         table = bool(leaf.inputs) and not _TABLES.isdisjoint(leaf.axes)
         kept = tuple(leaf.axes.index(name) for name in leaf.get_metadata().get("kept", ()))
-        return Dimensions(leaf.axes, leaf.shape, stack, inputs, outputs, table, kept, is_state(leaf))
+        dtype = str(leaf.dtype) if is_quantized(leaf) else None
+        return Dimensions(leaf.axes, leaf.shape, stack, inputs, outputs, table, kept, is_state(leaf), dtype)
 
     return read(tree, of)
 
@@ -156,15 +167,25 @@ def state_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: names[path.split("/")[1] if len(names) > 1 else "layers"] for path in of}
 
 
-def build(model: ModelConfig, seed: int, adapted: LoraConfig | None = None, unrolled: bool = False) -> Transformer:
-    """Return the module with initial parameters, perhaps with adapters; inside jit, so that each device makes only its
-    own shard.
+def build(
+    model: ModelConfig,
+    seed: int,
+    adapted: LoraConfig | None = None,
+    unrolled: bool = False,
+    quantized: Quantization | None = None,
+) -> Transformer:
+    """Return the module with initial parameters, perhaps with adapters, or with quantised matrices; inside jit, so that
+    each device makes only its own shard.
 
     The values do not depend on the mesh. Raises InputError for a target of adapters that is none.
     """
     rngs = nnx.Rngs(params=seed)
     module = Transformer(model, rngs, unrolled)
-    return module if adapted is None else lora.adapt(module, adapted, _targets(module, adapted), rngs)
+    targets = () if adapted is None else _targets(module, adapted)
+    if quantized is not None:
+        chosen = _quantizable(module, quantized)
+        module = replaced(module, chosen, lambda matrix: QuantizedMatrix(matrix, quantized))
+    return module if adapted is None else lora.adapt(module, adapted, targets, rngs)
 
 
 def targets(model: ModelConfig, adapted: LoraConfig) -> tuple[str, ...]:
@@ -179,11 +200,25 @@ def _targets(module: Transformer, adapted: LoraConfig) -> tuple[str, ...]:
     return lora.targets(adapted, matrices, mixtures, [p for p in declared if p not in (*matrices, *mixtures)])
 
 
+def _quantizable(module: Transformer, quantized: Quantization) -> tuple[str, ...]:
+    """Return the paths of the matrices that are quantised: those of layers, but for experts and their routers, whose
+    inputs the groups divide."""
+
+    def is_chosen(d: Dimensions) -> bool:
+        grouped = quantized.group_of(math.prod(d.shape[i] for i in d.inputs)) is not None
+        return d.projection and not d.of_mixture and not d.by_outputs and grouped
+
+    return tuple(path for path, d in paths(dimensions(nnx.state(module))).items() if is_chosen(d))
+
+
 def trained(tree: nnx.State) -> tuple[nnx.State, nnx.State]:
     """Return the adapters of an abstract tree, or of a module's, and what is not trained beside them; without adapters
-    all, and nothing."""
+    all that is not quantised, and what is."""
     adapters, rest = nnx.split_state(tree, lambda _, leaf: is_adapter(leaf), ...)
-    return (adapters, rest) if adapters else (rest, adapters)
+    if adapters:
+        return adapters, rest
+    quantized, rest = nnx.split_state(tree, lambda _, leaf: is_quantized(leaf), ...)
+    return rest, quantized
 
 
 def joined(*trees: Tree) -> Tree:
@@ -207,12 +242,20 @@ def under_adapters(parameters: Tree, paths: Iterable[str]) -> Tree:
     return moved(parameters, ())
 
 
-def merged(model: ModelConfig, adapted: LoraConfig, whole: Tree, mesh: Mesh, rules: Rules) -> Tree:
+def merged(
+    model: ModelConfig,
+    adapted: LoraConfig,
+    whole: Tree,
+    mesh: Mesh,
+    rules: Rules,
+    quantized: Quantization | None = None,
+) -> Tree:
     """Return the parameters of the model with its adapters added to the base: each matrix is W + scale · A·B.
 
-    They are in the dtypes of the base, sharded by these rules. `whole` has base and adapters, and is donated.
+    They are in the dtypes of the base, but float32 where it is `quantized`, and sharded by these rules. `whole` has
+    base and adapters, and is donated.
     """
-    graph, _ = abstract(model, adapted)
+    graph, _ = abstract(model, adapted, quantized=quantized)
     _, plain = abstract(model)
 
     def merge(whole: Tree) -> Tree:

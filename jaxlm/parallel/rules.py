@@ -13,6 +13,8 @@ from typing import Literal
 
 # The kinds of steps that have rules of their own.
 Kind = Literal["train", "prefill", "decode"]
+# After the name of an axis: groups of its entries, which have one scale each.
+GROUPS = "/groups"
 # The mesh axes that shard each dimension of an array.
 Placement = tuple[tuple[str, ...], ...]
 
@@ -28,6 +30,8 @@ class Rules:
     Attributes:
       mesh_axes: for each logical axis the mesh axes that shard it, outermost first; none keeps it whole.
       may_stay_whole: logical axes that stay whole where their mesh axes do not divide them. All others must divide.
+
+    Groups of an axis ("embed/groups") lie as the axis does, where the mesh axes divide them.
     """
 
     mesh_axes: Mapping[str, tuple[str, ...]]
@@ -35,11 +39,11 @@ class Rules:
 
     def over(self, axis: str | None) -> tuple[str, ...]:
         """Return the mesh axes of a logical axis; none for None. Raises KeyError for a name that has no rule."""
-        return () if axis is None else self.mesh_axes[axis]
+        return () if axis is None else self.mesh_axes[axis.removesuffix(GROUPS)]
 
     def computed_over(self, axis: str | None) -> tuple[str, ...]:
         """Return the mesh axes of a logical axis while a layer computes: of a parameter's, those of its activation."""
-        return self.mesh_axes.get(f"act_{axis}", self.over(axis))
+        return self.mesh_axes.get(f"act_{axis}".removesuffix(GROUPS), self.over(axis))
 
     def placed(
         self,
@@ -67,7 +71,7 @@ class Rules:
             over = _without(self.computed_over(axis) if computing else self.over(axis), taken)
             shards = math.prod(layout[name] for name in over)
             if size % shards:
-                if axis in self.may_stay_whole:
+                if axis in self.may_stay_whole or (axis is not None and axis.endswith(GROUPS)):
                     over = ()
                 elif exact:
                     raise ValueError(f"{'·'.join(over)} = {shards} does not divide {axis} = {size}")

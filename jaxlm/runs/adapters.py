@@ -58,19 +58,27 @@ class AdaptedWeights(RunWeights):
         return self.restore_tree(adapters, request._replace(dtype="float32"))
 
     def restore(self, request: WeightsRequest) -> "tuple[int, Tree]":
-        """Return a step and the sums of the base's matrices and the adapters. Raises InputError where there is no whole
-        checkpoint, or where the base has changed."""
+        """Return a step and the sums of the base's matrices and the adapters: of the base as the adapters were trained
+        with it. Raises InputError where there is no whole checkpoint, or where the base has changed."""
         from jaxlm.models import tree as model_tree
+        from jaxlm.models.quantizing import Quantizer
 
-        model, lora = request.model, self.lora
+        model, lora, of_base = request.model, self.lora, self.run.experiment().execution.quantization
         step, adapters = self.adapters(request)
         base_step = self.checked_base().step
-        _, parameters = self._base.restore(
-            request._replace(checkpoint="newest" if base_step is None else base_step, average=False)
-        )
+        dtype = "float32" if request.quantized else request.dtype  # rounded once
+        checkpoint = "newest" if base_step is None else base_step
+        of_all = request._replace(checkpoint=checkpoint, average=False, dtype=dtype, quantized=of_base)
+        _, parameters = self._base.restore(of_all)
         parameters = model_tree.under_adapters(parameters, model_tree.targets(model, lora))
         joined = model_tree.joined(parameters, adapters)
-        return step, model_tree.merged(model, lora, joined, request.mesh, request.rules)
+        sums = model_tree.merged(model, lora, joined, request.mesh, request.rules, of_base)
+        if request.quantized is not None:
+            quantizer = Quantizer(model, request.quantized, request.mesh, request.rules, request.dtype)
+            return step, quantizer.tree(sums)
+        if of_base is not None and request.dtype is not None:
+            sums = model_tree.cast(model_tree.abstract(model)[1], sums, request.dtype)
+        return step, sums
 
     def digest(self, step: int | None = None) -> str:
         """Return a digest of a step of the adapters and of their base."""

@@ -18,6 +18,7 @@ from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import tokens
 from jaxlm.families.files import CONFIG as PUBLISHED
 from jaxlm.families.files import is_published
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.training import manifests
 from jaxlm.training import origin as origins
 from jaxlm.training.origin import Origin
@@ -96,6 +97,17 @@ class Run:
     def begun_from(self) -> Origin | None:
         """The weights that the run began with; None for those of its seed. Raises InputError where that is broken."""
         return origins.read(self.paths.origin)
+
+    @property
+    def quantized(self) -> Quantization | None:
+        """The form that the matrices of layers are kept in; None where they are not quantised. Raises InputError where
+        that is broken."""
+        if not self.paths.quantized.is_file():
+            return None
+        try:
+            return Quantization(**json.loads(self.paths.quantized.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(f"{self.paths.quantized} is broken: {error}") from None
 
     @property
     def has_adapters(self) -> bool:

@@ -67,6 +67,7 @@ class Job:
         self._traced = traced
         sinks.check_installed(experiment.records.wandb_project)
         self._continue_with_changes, self._source = continue_with_changes, source
+        config.check_quantized(experiment)
         self._data = experiment.data  # as it is read: a run that begins has no tokenizer and template of its own yet
         if experiment.lora is not None and source is None:
             self._run.check(experiment, continue_with_changes)
@@ -348,7 +349,9 @@ class Job:
         dtype = "float32" if lora is None else experiment.execution.dtype
         checkpoint = "newest" if adapted is None or adapted.step is None else adapted.step
         weights = self._source.weights
-        step, parameters = weights.restore(WeightsRequest(experiment.model, mesh, TRAIN, dtype, checkpoint, say=say))
+        quantized = experiment.execution.quantization
+        request = WeightsRequest(experiment.model, mesh, TRAIN, dtype, checkpoint, say=say, quantized=quantized)
+        step, parameters = weights.restore(request)
         origin = weights.origin(step)
         if processes.is_first() and adapted is None:
             digest = None if lora is None else weights.digest(step)
@@ -365,7 +368,8 @@ class Job:
         from jaxlm.parallel.rules import TRAIN
 
         model, lora = self._experiment.model, self._experiment.lora
-        return parameters if lora is None else model_tree.merged(model, lora, parameters, mesh, TRAIN)
+        quantized = self._experiment.execution.quantization
+        return parameters if lora is None else model_tree.merged(model, lora, parameters, mesh, TRAIN, quantized)
 
     def _record(self, dataset: Dataset, step: int) -> None:
         self._trained_from = step

@@ -83,7 +83,7 @@ class PublishedWeights:
             )
         for remark in self._model.remarks():
             request.say(f"{self._model}: {remark}")
-        return 0, self._model.load(request.mesh, request.rules, request.dtype)
+        return 0, self._model.load(request.mesh, request.rules, request.dtype, request.quantized)
 
     @property
     def published_dtype(self) -> Dtype:

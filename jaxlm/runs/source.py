@@ -17,6 +17,7 @@ from jaxlm.data.packing import NothingToLearn, Rows, cut_remark
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Dtype
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.training.changes import architecture
 from jaxlm.training.display import Display
 from jaxlm.training.origin import Origin
@@ -42,6 +43,7 @@ class WeightsRequest(NamedTuple):
       checkpoint: "newest", or "best", the one with the lowest held-out loss, or a step.
       average: whether to take the moving average of the weights.
       say: takes a line about each checkpoint that is passed over.
+      quantized: the form of the matrices of layers; None for all in `dtype`. Numbers are rounded from what is stored.
     """
 
     model: ModelConfig
@@ -51,13 +53,14 @@ class WeightsRequest(NamedTuple):
     checkpoint: str | int = "newest"
     average: bool = False
     say: Callable[[str], None] = print
+    quantized: Quantization | None = None
 
 
 class ModelWeights(Protocol):
     """The weights of a model."""
 
     def restore(self, request: WeightsRequest) -> "tuple[int, Tree]":
-        """Return their step and the parameters. Raises InputError where they are not whole."""
+        """Return their step and the parameters. Raises InputError where they are not whole, or quantised otherwise."""
         ...
 
     @property

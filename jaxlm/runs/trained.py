@@ -55,7 +55,9 @@ class RunSource:
         Raises InputError where this is no run, where no such model is in it, or where an override would change nothing.
         """
         before = self.experiment()  # refuses what is no run
-        experiment = config.load(self.run.paths.directory, overrides, None)
+        # What adapters were trained with is the form of their base, and not of its sum with them.
+        of_base = ["execution.quantize=none"] if before.lora is not None else []
+        experiment = config.load(self.run.paths.directory, [*of_base, *overrides], None)
         if changed := architecture(before, experiment):
             raise InputError(f"{self.run.trained_with(changed)}; leave it out")
         check_reads(config.overridden(overrides), reads)
@@ -69,11 +71,23 @@ class RunWeights:
         self.run = run
 
     def restore(self, request: WeightsRequest) -> "tuple[int, Tree]":
-        """Return the step of a checkpoint and its parameters, rounded to a dtype while they are read. Raises InputError
-        where there is no whole checkpoint."""
+        """Return the step of a checkpoint and its parameters, rounded to a dtype while they are read, or quantised one
+        matrix after the other. Raises InputError where there is no whole checkpoint, or one that is quantised
+        otherwise."""
         from jaxlm.models import tree as model_tree
+        from jaxlm.models.quantizing import Quantizer
 
-        return self.restore_tree(model_tree.abstract(request.model)[1], request)
+        kept = self.run.quantized
+        if kept is not None and request.quantized != kept:
+            raise InputError(
+                f"{self.run} is kept in {kept}: leave execution.quantize as it is, or take what it is made of"
+            )
+        if kept is not None or request.quantized is None:
+            return self.restore_tree(model_tree.abstract(request.model, quantized=kept)[1], request)
+        # As it is stored, so that numbers are rounded once.
+        step, parameters = self.restore_tree(model_tree.abstract(request.model)[1], request._replace(dtype=None))
+        quantizer = Quantizer(request.model, request.quantized, request.mesh, request.rules, request.dtype)
+        return step, quantizer.tree(parameters)
 
     def restore_tree(self, tree: "nnx.State", request: WeightsRequest) -> "tuple[int, Tree]":
         """Return a step and what it saved of the parameters of an abstract tree, as `restore` does."""

@@ -48,6 +48,8 @@ class RunPaths:
         # Of a run that began with weights: whose they were, and the small files that published ones came with.
         self.origin = directory / "origin.json"
         self.huggingface = directory / "huggingface"
+        # The form of weights that are quantised.
+        self.quantized = directory / "quantized.json"
         # Of preferences: log-probabilities under the model that training began with, for each source and side.
         self.reference = directory / "reference"
         # Lines of JSON: the environment of each attempt, steps, held-out losses, norms per layer, seconds per attempt.

@@ -60,7 +60,8 @@ class TrainState(NamedTuple):
     skipped: jax.Array  # steps whose update was not finite, int32
     skipped_in_a_row: jax.Array
     average: Tree | None  # of the parameters, float32; None without `training.ema_decay`
-    # What adapters adapt and what is beside it, in the dtype of the computation: it stays, and no checkpoint holds it.
+    # What adapters adapt and what is beside it, in the dtype of the computation or quantised: it stays, and no
+    # checkpoint holds it.
     base: Tree
 
 
@@ -301,7 +302,7 @@ class TrainStep:
 
     @property
     def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
-        return model_tree.abstract(self.model, self.lora)
+        return model_tree.abstract(self.model, self.lora, quantized=self.execution.quantization)
 
     @property
     def _graph(self) -> nnx.GraphDef:
@@ -335,7 +336,7 @@ class TrainStep:
 
     def _initial_weights(self) -> tuple[Tree, Tree]:
         """Return parameters of `training.seed`, and the base that adapters adapt."""
-        module = model_tree.build(self.model, self.training.seed, self.lora)
+        module = model_tree.build(self.model, self.training.seed, self.lora, quantized=self.execution.quantization)
         parameters, base = model_tree.trained(nnx.state(module))
         return nnx.to_pure_dict(parameters), model_tree.cast(base, nnx.to_pure_dict(base), self._dtype)
 

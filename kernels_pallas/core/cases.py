@@ -23,8 +23,9 @@ class CaseArray:
 
     Attributes:
       draw: "normal" (times `scale`, plus `mean`), "zeros", "one_hot" along the last dimension (times `scale`), "mask"
-        (True three times of four, and nowhere in the first row), "below" (integers in [0, scale)), "labels" (the same,
-        and −1 one time of four), or "groups" (sizes of uneven groups, some empty, that leave a few of `scale` rows).
+        (True three times of four, and nowhere in the first row), "below" (integers in [mean, mean + scale)), "labels"
+        (those in [0, scale), and −1 one time of four), "groups" (sizes of uneven groups, some empty, that leave a few
+        of `scale` rows), or "bytes" (all finite numbers of a dtype of eight bits).
       differentiable: whether gradients with respect to it are checked; only for floats.
     """
 
@@ -86,6 +87,7 @@ class KernelOperation:
       others: names of implementations by XLA or a library, which are timed alongside but are not ours to compile.
       costs: returns a call's costs from the shapes and dtypes of a case's arguments and its options.
       serves: returns whether an implementation supports a case in a dtype; by default each supports all.
+      gradients_by_xla: whether no implementation has a kernel for the backward pass.
       timed_with: options that an implementation is timed with, by its name.
       classify: returns the class of a call from the shapes and dtypes of a case's arguments and its options.
     """
@@ -97,6 +99,7 @@ class KernelOperation:
     costs: Callable[..., KernelCosts]
     others: tuple[str, ...] = ()
     serves: Callable[[str, KernelCase, str], bool] = lambda implementation, case, dtype: True
+    gradients_by_xla: bool = False
     timed_with: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     classify: Callable[[Mapping[str, Any], Mapping[str, Any]], CallClass] = lambda arrays, options: CallClass.of_rows(
         next(iter(arrays.values()))
@@ -129,7 +132,10 @@ def _draw(array: CaseArray, dtype: Any, random: np.random.Generator) -> np.ndarr
             rows = np.arange(shape[0]).reshape(-1, *(1,) * (len(shape) - 1))
             return (random.random(shape, np.float32) < 0.75) & (rows > 0)
         case "below":
-            return random.integers(int(array.scale), size=shape).astype(dtype)
+            return (int(array.mean) + random.integers(int(array.scale), size=shape)).astype(dtype)
+        case "bytes":
+            drawn = random.integers(256, size=shape, dtype=np.uint8).view(dtype)
+            return np.where(np.isfinite(drawn.astype(np.float32)), drawn, np.zeros_like(drawn))
         case "labels":
             labels = random.integers(int(array.scale), size=shape)
             return np.where(random.random(shape, np.float32) < 0.75, labels, -1).astype(dtype)

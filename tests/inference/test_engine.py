@@ -23,7 +23,9 @@ from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.scheduler import Full, NeverFits
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
-from jaxlm.parallel.rules import ENGINE
+from jaxlm.models.quantize_config import Quantization
+from jaxlm.models.quantizing import Quantizer
+from jaxlm.parallel.rules import ENGINE, FORWARD
 
 # An engine writes its layers out: two compile sooner than three, and have every kind of a family without MIXED.
 FAMILIES = {name: {**family, "num_layers": 2} for name, family in model_fixtures.FAMILIES.items()}
@@ -43,6 +45,7 @@ STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
 KEPT = ["('mixed', 'float32')", "('mixture', 'float32')", "('latent', 'float32')", "('llama', 'float32', (2,))"]
+KEPT += ["('llama', 'float32', (), 'int8')"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 CASES += [
     ("llama", "float32", (2,)),
@@ -51,6 +54,12 @@ CASES += [
     ("latent", "float32", (2, 1, 2)),
     ("llama", "bfloat16", (2, 1, 2)),
 ]  # on devices
+CASES += [
+    ("llama", "float32", (), "int8"),
+    ("llama", "bfloat16", (), "int4"),
+    ("latent", "float32", (), "int8"),
+    ("mixed", "float32", (2, 1, 2), "fp8"),
+]  # quantised
 
 
 # Compared with a full pass in that dtype.
@@ -59,17 +68,26 @@ in_float32 = pytest.mark.parametrize(
 )
 
 
-def make(family="llama", dtype="float32", sizes=(), valid_token_mask=None, **settings):
+def initial(model, mesh, quantized, dtype="float32"):
+    parameters = tree.init(model, 0, mesh)
+    if quantized is not None:
+        return Quantizer(model, quantized, mesh, FORWARD, dtype).tree(parameters)
+    return jax.tree.map(lambda x: x.astype(dtype), parameters)
+
+
+def make(family="llama", dtype="float32", sizes=(), quantize=None, valid_token_mask=None, **settings):
     """Return an engine on a mesh of these sizes; an id that is not known has an embedding of NaN."""
     mesh = meshes.make(*sizes)
     model = model_fixtures.model(FAMILIES[family], context_length=160)
-    parameters = jax.tree.map(lambda x: x.astype(dtype), tree.init(model, 0, mesh))
+    quantized = quantize and Quantization(quantize, 32 * (quantize == "int4"))
+    parameters = initial(model, mesh, quantized, dtype)
     layout = PageLayout.of(nnx.merge(*tree.abstract(model, unrolled=True)).slots(), SETTINGS.page)
     each = sum(layout.page_bytes(group, jnp.dtype("float32"), mesh, ENGINE) for group in range(len(layout.groups)))
     settings = {"cache_bytes": PAGES * each, **settings}
     if valid_token_mask is not None:
         parameters["embedding"] = jnp.where(valid_token_mask[:, None], parameters["embedding"], jnp.nan)
-    return Engine(model, parameters, mesh, replace(SETTINGS, **settings), valid_token_mask=valid_token_mask)
+    options = {"valid_token_mask": valid_token_mask, "quantized": quantized}
+    return Engine(model, parameters, mesh, replace(SETTINGS, **settings), **options)
 
 
 @pytest.fixture(scope="module", params=sampled(CASES, KEPT), ids=str)
@@ -92,8 +110,9 @@ def requests(count=8, seed=0, longest=110):
 
 def full_logits(engine, tokens):
     """Return the logits [T, V] after each token, from one forward pass in float32."""
-    graph, _ = tree.abstract(engine.model)
-    parameters = tree.init(engine.model, 0, meshes.make())
+    quantized = engine.runner.programs.quantized
+    graph, _ = tree.abstract(engine.model, quantized=quantized)
+    parameters = initial(engine.model, meshes.make(), quantized)
     return np.asarray(model_fixtures.full_logits(graph, parameters, tokens, engine.model.context_length))
 
 

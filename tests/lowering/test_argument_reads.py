@@ -1,6 +1,7 @@
 """The bytes of arguments that compiled programs read and copy: each weight once in a decoding step of the engine."""
 
 import itertools
+import math
 import platform
 import sys
 
@@ -20,6 +21,8 @@ from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.lowering import hlo, launched_kernels, targets
 from jaxlm.lowering.argument_reads import argument_reads
 from jaxlm.lowering.programs import step_programs
+from jaxlm.models import tree
+from jaxlm.models.quantize_config import Quantization
 from kernels_pallas.paged_attention.costs import loop_name
 
 MATRIX = 4 * 8 * 8
@@ -189,6 +192,35 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips, kernels
         assert said == 3 * 4 * sum(programs.page_bytes) and 3 * said < moved < 1.15 * 3 * said
     else:
         assert moved - sum(programs.page_bytes) == pytest.approx(said, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+@pytest.mark.parametrize(
+    ("chips", "kind"),
+    sampled(
+        itertools.starmap(pytest.param, itertools.product(["h200-sxm:1", "tpu-v6e:1x1"], ["int8", "int4", "fp8"])),
+        ["h200-sxm:1-int4", "tpu-v6e:1x1-int8"],
+    ),
+)
+def test_a_step_reads_quantised_weights_once_as_they_are_kept(chips, kind):
+    """And writes them nowhere in a wider dtype."""
+    target, form = Target.parse(chips), Quantization(kind, 64 * (kind == "int4"))
+    mesh = meshes.make(devices=targets.devices(target))
+    wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}
+    model = model_fixtures.model(d_model=256, context_length=384, vocab_size=1024, num_layers=1, feed_forward=wide)
+    programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), EngineSettings(slots=4), quantized=form)
+    cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
+    found = argument_reads(hlo.parse(programs.step(StepShape(4, 0, TILE), cache).compile().as_text(), trips=1))
+    values = [each for each in found if each.name.endswith("['values']")]
+    assert len(values) == 7
+    declared = tree.paths(tree.dimensions(tree.abstract(model)[1]))
+    numbers = sum(math.prod(d.shape) for d in declared.values() if d.projection)
+    assert sum(each.bytes for each in values) == numbers / (2 if kind == "int4" else 1)
+    for each in values:
+        assert each.read == each.bytes and each.copied == 0, each
 
 
 def _instructions(program, opcode):

@@ -69,6 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
         "model": arguments.run.name,
         "exact": not arguments.fast,
         "speculate": arguments.speculate,
+        "quantize": model.experiment.execution.quantize,
         "steps": steps,
         "blocks": blocks,
         "read_bytes_per_s": bandwidth,

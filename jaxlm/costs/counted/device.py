@@ -35,7 +35,7 @@ class DeviceStep:
             forward = _recorded(work)
             self.recording, self._sections = recorder.record(*forward), ()
         else:
-            forward = work.model, work.page
+            forward = work.model, work.page, work.quantized
             self.recording, self._sections = recorder.record_engine(*forward), work.sections
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
         of_rows = work.rows(), work.draws(), self._sections, dtypes, *work.target
@@ -210,7 +210,7 @@ def _recorded(work: Workload) -> tuple[Any, ...]:
     """Return the arguments of the recording of a training step. Only where something does not train may gradients pass
     the first layer otherwise than the layers after it."""
     in_loop = work.execution.in_loop or not work.frozen
-    return work.model, work.sequence, work.dropout, work.lora, work.objective, in_loop
+    return work.model, work.sequence, work.dropout, work.lora, work.objective, in_loop, work.quantized
 
 
 @functools.lru_cache(maxsize=256)

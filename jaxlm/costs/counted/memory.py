@@ -8,6 +8,8 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jaxlm.costs.counted import drawing, layer_memory, operations, parameters
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
@@ -16,6 +18,7 @@ from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import LossWorkspace
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Rules
 
@@ -24,7 +27,7 @@ class Memory(NamedTuple):
     """Bytes on one device at the peak of a step, by kind of array.
 
     `parameters`: the float32 masters, the copies in the dtype of the computation, and matrices gathered over `fsdp`;
-    parameters that adapters leave untrained, and all parameters in inference, have that copy alone.
+    parameters that adapters leave untrained, and all parameters in inference, have that copy alone, or are quantised.
     `gradients`: the layers' gradients in the dtype of the computation, whole gradients that wait to be reduced over
     `fsdp`, and the float32 sums of microbatches. `optimizer`: the optimizer's state, and the average of the parameters
     if one is kept. `activations`: what layers keep for the backward pass, and the working memory of one layer.
@@ -59,11 +62,13 @@ def memory(work: Workload) -> Memory:
 
 class _Numbers(NamedTuple):
     """Numbers of elements on one device: of the parameters that have a float32 copy (`trainable`), of those that
-    adapters leave untrained (`base`), of what training copies before the loops over layers (`sliced`), of the stacks
-    of layers (`stacked`), and of each gradient, by path, with their sum."""
+    adapters leave untrained (`base`) and that are not quantised, of what training copies before the loops over layers
+    (`sliced`), of the stacks of layers (`stacked`), and of each gradient, by path, with their sum; and the bytes of
+    quantised parameters."""
 
     trainable: int
     base: int
+    quantized_bytes: int
     sliced: int
     stacked: int
     gradients: dict[str, int]
@@ -75,7 +80,7 @@ def trained(work: Workload) -> Memory:
     parameters that are not frozen."""
     numbers, itemsize = _numbers(work), work.itemsize
     state = operations.optimizer_bytes(work) + (4 * numbers.trainable if work.average else 0)
-    weights = 4 * numbers.trainable + itemsize * numbers.base + _working(work)
+    weights = 4 * numbers.trainable + itemsize * numbers.base + numbers.quantized_bytes + _working(work)
     gradients = numbers.of_gradients * itemsize + _sums(work, numbers.of_gradients)
     return Memory(weights, gradients, state, 0, 0, 0)
 
@@ -83,28 +88,37 @@ def trained(work: Workload) -> Memory:
 def updated(work: Workload) -> Memory:
     """Return the memory at the update of a training step: that of all parameters, whatever the layers keep."""
     numbers, itemsize = _numbers(work), work.itemsize
-    weights = 4 * numbers.trainable + _working(work) + itemsize * numbers.base
+    weights = 4 * numbers.trainable + _working(work) + itemsize * numbers.base + numbers.quantized_bytes
     gradients = _sums(work, numbers.of_gradients) or itemsize * numbers.of_gradients
     return Memory(weights, gradients, trained(work).optimizer, 0, 0, 0)
 
 
 def _numbers(work: Workload) -> _Numbers:
-    return _numbers_on(work.model, work.lora, work.frozen, work.rules, work.layout)
+    return _numbers_on(work.model, work.lora, work.quantized, work.frozen, work.rules, work.layout)
 
 
 @functools.lru_cache(maxsize=1024)
 def _numbers_on(
-    model: ModelConfig, lora: LoraConfig | None, frozen: Set[str], rules: Rules, layout: Layout
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    quantized: Quantization | None,
+    frozen: Set[str],
+    rules: Rules,
+    layout: Layout,
 ) -> _Numbers:
-    declared = parameters.parameters(model, lora)
-    base = frozenset() if lora is None else parameters.base(model, lora)
+    declared = parameters.parameters(model, lora, quantized)
+    base = frozenset() if lora is None else parameters.base(model, lora, quantized)
     stored = {path: rules.stored(d.axes, d.shape, layout) for path, d in declared.items()}
     gradients = {path: numbers for path, numbers in stored.items() if path not in base and path not in frozen}
-    sliced = int(sum(stored[path] * share for path, share in parameters.copied(model, lora).items()))
-    of_base = sum(stored[path] for path in base)
+    sliced = int(sum(stored[path] * share for path, share in parameters.copied(model, lora, quantized).items()))
+    narrow = {path: jnp.dtype(d.dtype).itemsize for path, d in declared.items() if d.dtype is not None}
+    of_base = sum(stored[path] for path in base if path not in narrow)
+    trainable = sum(stored[path] for path in declared if path not in base)
+    quantized_bytes = sum(stored[path] * itemsize for path, itemsize in narrow.items())
     sizes = {path: dict(zip(d.axes, d.shape, strict=True)).get("layers", 1) for path, d in declared.items()}
     stacked = sum(stored[path] for path, layers in sizes.items() if layers > 1)
-    return _Numbers(sum(stored.values()) - of_base, of_base, sliced, stacked, gradients, sum(gradients.values()))
+    of_gradients = sum(gradients.values())
+    return _Numbers(trainable, of_base, quantized_bytes, sliced, stacked, gradients, of_gradients)
 
 
 def _working(work: Workload) -> int:
@@ -220,7 +234,7 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     """Yield the memory of an engine step at its largest layer and of the draw after it, beside all weights, pages and
     slots, and with the step's results: logits, and the float32 normalised residual before the unembedding."""
     work, recording = device.work, device.recording
-    weights = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
+    weights = sum(work.itemsize_of(d) * work.stored(d.axes, d.shape) for d in work.parameters.values())
     layers = (layer_memory.forward(device, layer, False).bytes for layer in range(len(recording.layers)))
     unembedding = next(use for use in reversed(recording.uses) if device.cost(use).workspace.forward)
     results = device.cost(unembedding).workspace.forward + 4 * device.local(unembedding).operands[0].numbers

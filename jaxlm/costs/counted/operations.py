@@ -26,6 +26,7 @@ from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, PassKind, Product, Traced, VisibleFraction
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Rules
 from jaxlm.training.config import OptimizerConfig
@@ -321,20 +322,25 @@ def updates(work: Workload) -> dict[str, OptimizerCost]:
 
 def optimizer_bytes(work: Workload) -> int:
     """Return the bytes of the optimizer's state on one device; the batch does not matter."""
-    return _state_bytes(work.model, work.lora, work.optimizer, work.layout, work.rules)
+    return _state_bytes(work.model, work.lora, work.quantized, work.optimizer, work.layout, work.rules)
 
 
 def _declared(work: Workload) -> dict[str, OptimizerCost]:
     """Return what the optimizer declares for each parameter; the batch does not matter."""
-    return _of_optimizer(work.model, work.lora, work.optimizer, work.layout, work.rules)
+    return _of_optimizer(work.model, work.lora, work.quantized, work.optimizer, work.layout, work.rules)
 
 
 @functools.lru_cache(maxsize=256)
 def _state_bytes(
-    model: ModelConfig, lora: LoraConfig | None, optimizer: OptimizerConfig, layout: Layout, rules: Rules
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    quantized: Quantization | None,
+    optimizer: OptimizerConfig,
+    layout: Layout,
+    rules: Rules,
 ) -> int:
-    dimensions, total = parameters.parameters(model, lora), 0
-    for path, each in _of_optimizer(model, lora, optimizer, layout, rules).items():
+    dimensions, total = parameters.parameters(model, lora, quantized), 0
+    for path, each in _of_optimizer(model, lora, quantized, optimizer, layout, rules).items():
         axes, shape = dimensions[path].axes, dimensions[path].shape
         total += each.whole_bytes
         for kept, size in each.state:
@@ -344,8 +350,13 @@ def _state_bytes(
 
 @functools.lru_cache(maxsize=256)
 def _of_optimizer(
-    model: ModelConfig, lora: LoraConfig | None, optimizer: OptimizerConfig, layout: Layout, rules: Rules
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    quantized: Quantization | None,
+    optimizer: OptimizerConfig,
+    layout: Layout,
+    rules: Rules,
 ) -> dict[str, OptimizerCost]:
-    base = frozenset() if lora is None else parameters.base(model, lora)
-    trained = {path: d for path, d in parameters.parameters(model, lora).items() if path not in base}
+    base = frozenset() if lora is None else parameters.base(model, lora, quantized)
+    trained = {path: d for path, d in parameters.parameters(model, lora, quantized).items() if path not in base}
     return costs(optimizer, trained, layout, rules)

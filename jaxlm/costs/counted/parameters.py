@@ -12,27 +12,34 @@ from jaxlm.models import tree
 from jaxlm.models.cache import CacheEntry
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import using_rules
 from jaxlm.parallel.rules import RULES, Kind
 
 
 @functools.lru_cache(maxsize=256)
-def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tree.Dimensions]:
-    """The dimensions of each parameter, by path, perhaps with adapters."""
-    return tree.paths(tree.dimensions(abstract(model, lora)[1]))
+def parameters(
+    model: ModelConfig, lora: LoraConfig | None = None, quantized: Quantization | None = None
+) -> dict[str, tree.Dimensions]:
+    """The dimensions of each parameter, by path, perhaps with adapters, or of quantised matrices."""
+    return tree.paths(tree.dimensions(abstract(model, lora, quantized=quantized)[1]))
 
 
 @functools.lru_cache(maxsize=256)
-def base(model: ModelConfig, lora: LoraConfig) -> frozenset[str]:
+def base(model: ModelConfig, lora: LoraConfig, quantized: Quantization | None = None) -> frozenset[str]:
     """Return the paths of the parameters that adapters leave untrained."""
-    return frozenset(tree.paths(tree.shapes(tree.trained(abstract(model, lora)[1])[1])))
+    return frozenset(tree.paths(tree.shapes(tree.trained(abstract(model, lora, quantized=quantized)[1])[1])))
 
 
 @functools.lru_cache(maxsize=256)
-def copied(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Fraction]:
+def copied(
+    model: ModelConfig, lora: LoraConfig | None = None, quantized: Quantization | None = None
+) -> dict[str, Fraction]:
     """Return the share of each parameter that training copies before the loops over layers, by path; no zeros."""
-    return {path: share for path, share in nnx.merge(*abstract(model, lora)).copied().items() if share}
+    return {
+        path: share for path, share in nnx.merge(*abstract(model, lora, quantized=quantized)).copied().items() if share
+    }
 
 
 @functools.lru_cache(maxsize=1024)

@@ -35,6 +35,7 @@ from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.recording import recording
 from jaxlm.training.config import NextTokenConfig, ObjectiveConfig, TrainingConfig
 from jaxlm.training.objectives import objective
@@ -172,14 +173,15 @@ def record(
     lora: LoraConfig | None = None,
     of_text: ObjectiveConfig = _NEXT_TOKEN,
     in_loop: bool = True,
+    quantized: Quantization | None = None,
 ) -> Recording:
-    """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters, up
-    to its objective of text. Unless `in_loop` the layers are written out, and the first of equal ones is recorded apart
-    from the others.
+    """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters or
+    quantised matrices, up to its objective of text. Unless `in_loop` the layers are written out, and the first of equal
+    ones is recorded apart from the others.
 
     Raises InputError for a product outside of the doors (`jaxlm.models.doors`).
     """
-    graph, parameters = abstract(model, lora)
+    graph, parameters = abstract(model, lora, quantized=quantized)
 
     def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
         module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
@@ -194,13 +196,13 @@ def record(
 
 
 @functools.lru_cache(maxsize=64)
-def record_engine(model: ModelConfig, page: int) -> Recording:
+def record_engine(model: ModelConfig, page: int, quantized: Quantization | None = None) -> Recording:
     """Record the engine's step with a single row, whose sequence decodes, for pages of `page` tokens. Equal layers are
     recorded once, although the engine's program has each layer by itself.
 
     Raises InputError as `record` does.
     """
-    graph, parameters = abstract(model)
+    graph, parameters = abstract(model, quantized=quantized)
     with recording():
         layout = PageLayout.of(nnx.merge(graph, parameters).slots(), page)
 

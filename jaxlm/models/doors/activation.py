@@ -7,10 +7,10 @@ import jax
 from flax import nnx
 
 from jaxlm.models import kernels
+from jaxlm.models.doors.bias import BIAS, broadcast_bias
 from jaxlm.models.doors.cost import CountedFunction, DoorCost, InPlace, Local, Loop, Saved, launched, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.elementwise import in_place
-from jaxlm.models.doors.linear import BIAS, broadcast_bias
 from jaxlm.models.logical_axes import HIDDEN
 from kernels_pallas import bias_activation, gated_activation
 from kernels_pallas.bias_activation import costs as bias_activation_costs

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 
 from jaxlm.models.doors.cost import DoorCost, Local
 from jaxlm.models.logical_axes import Axes
-from jaxlm.models.parameters import scope
+from jaxlm.models.parameters import Module, scope
 from jaxlm.models.recording import is_recording
 from jaxlm.parallel.partition import constrain
 
@@ -29,14 +29,15 @@ AxedArray = tuple[jax.Array | jax.ShapeDtypeStruct, Axes]
 class Signature(NamedTuple):
     """The arrays of one use of a door, each with its logical axes.
 
-    `results`: by shape and dtype. `options`: what its cost depends on besides; hashable. `of`: the parameter whose name
+    `results`: by shape and dtype. `options`: what its cost depends on besides; hashable. `of`: the parameter, or the
+    quantised matrix, whose name
     everything in the door carries. `name`: of the results, for rematerialisation.
     """
 
     operands: Sequence[tuple[jax.Array | None, Axes]]
     results: Sequence[AxedArray]
     options: dict[str, Any] = {}
-    of: nnx.Param | None = None
+    of: nnx.Param | Module | None = None
     name: str | None = None
 
 

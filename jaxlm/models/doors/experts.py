@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import kernels
+from jaxlm.models.doors.bias import BIAS
 from jaxlm.models.doors.cost import (
     DoorCost,
     DoorProduct,
@@ -26,7 +27,6 @@ from jaxlm.models.doors.cost import (
     loop,
 )
 from jaxlm.models.doors.door import Signature, door
-from jaxlm.models.doors.linear import BIAS
 from jaxlm.models.logical_axes import GATHERED, HIDDEN, RESIDUAL, Axes
 from jaxlm.models.parameters import axes_of
 from jaxlm.parallel.collectives import Gathers, on_each_device

@@ -6,31 +6,34 @@ from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Loop, Product, Saved, loop
+from jaxlm.models.adapted_matrix import AdaptedMatrix
+from jaxlm.models.doors.bias import BIAS, broadcast_bias
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, Product, Saved, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.elementwise import scale
 from jaxlm.models.doors.gather import gather
 from jaxlm.models.doors.heads import kv_heads, repeat_heads
+from jaxlm.models.doors.quantized_linear import quantized_product
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL, Axes
-from jaxlm.models.parameters import RANK, AdaptedMatrix, axes_of
+from jaxlm.models.parameters import RANK, axes_of
+from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas.core import target
 
 
 def linear(
     x: jax.Array,
-    *matrices: nnx.Param | AdaptedMatrix,
+    *matrices: nnx.Param | QuantizedMatrix | AdaptedMatrix,
     biases: Sequence[nnx.Param | None] = (),
     names: Sequence[str] = (),
     num_query_heads: int | None = None,
     gathers: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Return x [B, T, *inputs] · matrix [*inputs, *outputs] (+ bias [*outputs]) of each matrix, in x's dtype; of one
-    with an adapter x·W + scale · (x·A)·B.
+    with an adapter x·W + scale · (x·A)·B. A matrix, with an adapter or without, may be quantised.
 
     The axes that a matrix declares say which are inputs, and how its result [B, T, *outputs] is sharded. The residual
     is gathered once for all matrices that read it, and what is added to the residual is scattered again.
@@ -45,7 +48,7 @@ def linear(
     bases = [matrix.base if isinstance(matrix, AdaptedMatrix) else matrix for matrix in matrices]
     if bases[0].inputs == ("embed",) and gathers:
         x = gather(x)
-    query_heads = [num_query_heads if "kv_heads" in axes_of(matrix) else None for matrix in bases]
+    query_heads = [num_query_heads if "kv_heads" in _outputs(matrix) else None for matrix in bases]
     # Adapters come first, so that the gradients of x by the other matrices follow one another: these are parts of sums
     # over devices, which are then added once.
     added = [
@@ -57,7 +60,11 @@ def linear(
         axes, of_adapter = _result_axes(base, gathers), added[i]
         with nullcontext() if matrix is base else jax.named_scope(matrix.name or ""):
             rows = GATHERED[:2] if gathers else axes[:2]
-            y = _product(x, base, biases[i] if biases else None, query_heads[i], axes, rows)
+            further = biases[i] if biases else None, query_heads[i], axes, rows
+            if isinstance(base, QuantizedMatrix):
+                y = quantized_product(x, base, *further)
+            else:
+                y = _product(x, base, *further)
             if names or axes == RESIDUAL or not gathers:
                 y = constrain(y, *axes)
             y = y if of_adapter is None else y + of_adapter
@@ -75,9 +82,14 @@ def _adapted(x: jax.Array, matrix: AdaptedMatrix, axes: Axes, num_query_heads: i
         return constrain(_product(x_BTR, matrix.b, None, num_query_heads, axes, rows), *axes)
 
 
-def _result_axes(matrix: nnx.Param, gathers: bool) -> Axes:
+def _outputs(matrix: nnx.Param | QuantizedMatrix) -> Axes:
+    """Return the axes that a matrix makes."""
+    return matrix.outputs if isinstance(matrix, QuantizedMatrix) else axes_of(matrix)[len(matrix.inputs) :]
+
+
+def _result_axes(matrix: nnx.Param | QuantizedMatrix, gathers: bool) -> Axes:
     """Return the logical axes of a product with a matrix: what is as wide as the residual is added to it."""
-    outputs, rows = axes_of(matrix)[len(matrix.inputs) :], GATHERED[:2] if gathers else RESIDUAL[:2]
+    outputs, rows = _outputs(matrix), GATHERED[:2] if gathers else RESIDUAL[:2]
     return RESIDUAL if outputs == ("embed",) else (*rows, *(f"act_{axis}" for axis in outputs))
 
 
@@ -95,9 +107,6 @@ def _signature(
     y = jax.ShapeDtypeStruct((*x.shape[: x.ndim - inputs], *outputs), x.dtype)
     operands = [(x, (*rows, *(f"act_{axis}" for axis in matrix.inputs))), *weights]
     return Signature(operands, [(y, axes)], {"num_query_heads": num_query_heads, "inputs": inputs}, of=matrix)
-
-
-BIAS = Loop(0, 0, 2), Loop(0, 0, 2)  # its FLOPs are in those of what it is fused into
 
 
 def _declare(local: Local) -> DoorCost:
@@ -144,13 +153,3 @@ def _product(
         y = jnp.matmul(x.reshape(-1, inputs), weights.reshape(inputs, -1))
         y = y.reshape(*sizes, *weights.shape[contracted:])
     return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)
-
-
-def broadcast_bias(bias: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast a bias [*outputs] to the shape and dtype of an array [..., *outputs].
-
-    It goes through float32, in which its gradient is then accumulated: XLA for GPUs and CPUs would round each sum of
-    two to bfloat16.
-    """
-    wide = bias.astype(np.promote_types(bias.dtype, jnp.float32))
-    return jnp.broadcast_to(wide, like.shape).astype(like.dtype)

@@ -1,0 +1,28 @@
+"""The width in which matrices of layers are kept. Imports no JAX."""
+
+from typing import Literal, NamedTuple
+
+QuantizeKind = Literal["int8", "int4", "fp8"]
+GROUPS = (32, 64, 128)  # the inputs that may share a scale of int4
+
+
+class Quantization(NamedTuple):
+    """The form of matrices that are rounded to few bits, each number times a scale.
+
+    Attributes:
+      kind: of the numbers: "int8" and "fp8" (float8_e4m3fn) have one scale for each output; "int4" has one for each
+        output and group of inputs.
+      group: of int4, the most inputs of a group; 0 otherwise.
+    """
+
+    kind: QuantizeKind
+    group: int = 0
+
+    def group_of(self, inputs: int) -> int | None:
+        """Return how many of a matrix's inputs share a scale, or None for a matrix that has no such groups."""
+        if self.kind != "int4":
+            return inputs
+        return next((size for size in sorted(GROUPS, reverse=True) if size <= self.group and inputs % size == 0), None)
+
+    def __str__(self) -> str:
+        return f"{self.kind} in groups of {self.group}" if self.group else self.kind

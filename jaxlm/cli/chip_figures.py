@@ -57,7 +57,7 @@ def compared(chips: "list[Chip]") -> TextTable:
     """Return a table of the figures of several chips, a column each."""
     from jaxlm.costs.hardware.chip_changes import figure_names
 
-    table = TextTable([*names("figure"), *numbers(*(chip.id for chip in chips))])
+    table = TextTable([*names("figure"), *numbers(*(chip.id for chip in chips))], repeats=True)
     figures = [chip.figures() for chip in chips]
     for name in figure_names():
         if name != "slices" and any(name in each for each in figures):
@@ -73,7 +73,7 @@ def _brief(figure: str, value: Any) -> str:
     return text.partition(" (")[0].partition(",")[0] if figure == "link.kind" else text
 
 
-class _Sources:
+class Sources:
     """Addresses, each of which a table names by a number."""
 
     def __init__(self) -> None:
@@ -82,10 +82,16 @@ class _Sources:
     def number(self, address: str) -> str:
         return f"[{self.addresses.setdefault(address, len(self.addresses) + 1)}]"
 
+    def table(self) -> TextTable:
+        """Return a table of the numbers and their addresses."""
+        table = TextTable([*numbers("source"), *texts("address")])
+        for address, place in self.addresses.items():
+            table.add(f"[{place}]", address)
+        return table
 
-def sustained(rates: "Sustained") -> "list[TextTable]":
-    """Return tables of the rates that programs sustain on a chip, and of their sources."""
-    sources = _Sources()
+
+def sustained(rates: "Sustained", sources: Sources) -> "list[TextTable]":
+    """Return tables of the rates that programs sustain on a chip."""
     tables = [
         _products(rates, sources),
         _attention(rates, sources),
@@ -93,10 +99,7 @@ def sustained(rates: "Sustained") -> "list[TextTable]":
         _collectives(rates, sources),
         _launches(rates, sources),
     ]
-    last = TextTable([*numbers("source"), *texts("address")])
-    for address, place in sources.addresses.items():
-        last.add(f"[{place}]", address)
-    return [table for table in (*tables, last) if table.filled]
+    return [table for table in tables if table.filled]
 
 
 def _table(title: str, *columns: "Sequence[Column]") -> TextTable:
@@ -109,7 +112,7 @@ def _measured(usual: "Sequence[int]", curves: "Sequence[ProductRates | Attention
     return [size for size in usual if size <= max(ends, default=0)] or sorted(ends)
 
 
-def _products(rates: "Sustained", sources: _Sources) -> TextTable:
+def _products(rates: "Sustained", sources: Sources) -> TextTable:
     from jaxlm.costs.hardware.sustained import at
 
     sides = _measured(_SIDES, rates.products)
@@ -121,7 +124,7 @@ def _products(rates: "Sustained", sources: _Sources) -> TextTable:
     return table
 
 
-def _attention(rates: "Sustained", sources: _Sources) -> TextTable:
+def _attention(rates: "Sustained", sources: Sources) -> TextTable:
     from jaxlm.costs.hardware.sustained import at
 
     lengths = _measured(_SEQUENCES, rates.attention)
@@ -134,7 +137,7 @@ def _attention(rates: "Sustained", sources: _Sources) -> TextTable:
     return table
 
 
-def _passes(rates: "Sustained", sources: _Sources) -> TextTable:
+def _passes(rates: "Sustained", sources: Sources) -> TextTable:
     table = _table("passes over memory", names("kind"), numbers("from", "", "to", ""))
     for each in rates.passes:
         (least, slow), (most, fast) = each.rates[0], each.rates[-1]
@@ -143,7 +146,7 @@ def _passes(rates: "Sustained", sources: _Sources) -> TextTable:
     return table
 
 
-def _collectives(rates: "Sustained", sources: _Sources) -> TextTable:
+def _collectives(rates: "Sustained", sources: Sources) -> TextTable:
     figures = numbers("devices", "at least", "half at", "at most")
     table = _table("collectives", names("kind", "link"), figures)
     for each in rates.collectives:
@@ -155,7 +158,7 @@ def _collectives(rates: "Sustained", sources: _Sources) -> TextTable:
     return table
 
 
-def _launches(rates: "Sustained", sources: _Sources) -> TextTable:
+def _launches(rates: "Sustained", sources: Sources) -> TextTable:
     table = _table("launches", names("of"), numbers("time"))
     words = {
         "kernel_s": "a kernel of a program or graph",
@@ -170,7 +173,7 @@ def _launches(rates: "Sustained", sources: _Sources) -> TextTable:
     return table
 
 
-def _end(rate: Any, sources: _Sources) -> tuple[str, str]:
+def _end(rate: Any, sources: Sources) -> tuple[str, str]:
     """Return the last cells of a row: the spread and the source."""
     derived = "*" if rate.derived else ""
     return f"{rate.spread:.0%}", sources.number(rate.source) + derived

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from jaxlm import api
 from jaxlm.cli.paths import location, path
-from jaxlm.cli.tables import TextTable, numbers
+from jaxlm.cli.tables import TextTable, numbers, print_sentence, texts
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.runs.comparison import LossesAt
 
-_COLUMNS = 6  # of losses in a table, which 80 characters hold
+_VALUE = 14  # cells for the value of a key at least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,29 +34,35 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     for letter, run in zip(ascii_uppercase, comparison.runs, strict=False):
         print(letter, run)
+    letters = ascii_uppercase[: len(comparison.runs)]
+    keys = TextTable([*texts("key"), *texts(*letters, least=_VALUE)], repeats=True)
     for key, values in comparison.keys.items():
-        print(f"{key}: {', '.join(f'{a} {_shown(value)}' for a, value in zip(ascii_uppercase, values, strict=False))}")
-    if not comparison.keys:
+        keys.add(key, *map(_shown, values))
+    print()
+    if keys.filled:
+        keys.print()
+    else:
         print("no key differs")
     if comparison.unmeasured:
         has = "has" if len(comparison.unmeasured) == 1 else "have"
-        print(f"no losses are compared: {', '.join(comparison.unmeasured)} {has} none on record")
+        print_sentence(f"no losses are compared: {', '.join(comparison.unmeasured)} {has} none on record")
         return 0
     for name, losses in (("training", comparison.training), ("held-out", comparison.held_out)):
-        _show(f"{name} loss at equal steps", "step", losses.steps, len(comparison.runs))
+        _show(f"{name} loss at equal steps", "step", losses.steps, letters)
         if [row.losses for row in losses.tokens] != [row.losses for row in losses.steps]:
-            _show(f"{name} loss at equal tokens", "tokens", losses.tokens, len(comparison.runs))
+            _show(f"{name} loss at equal tokens", "tokens", losses.tokens, letters)
     return 0
 
 
-def _show(title: str, scale: str, rows: "list[LossesAt]", runs: int) -> None:
-    print(f"{title}:" if rows else f"{title}: no {scale} has one in every run")
-    for first in range(0, runs if rows else 0, _COLUMNS):
-        shown = slice(first, first + _COLUMNS)
-        table = TextTable(numbers(scale, *ascii_uppercase[:runs][shown]))
-        for row in rows:
-            table.add(f"{row.at:,}", *(f"{loss:.4f}" for loss in row.losses[shown]))
-        table.print()
+def _show(title: str, scale: str, rows: "list[LossesAt]", letters: str) -> None:
+    print()
+    if not rows:
+        print(f"{title}: no {scale} has one in every run")
+        return
+    table = TextTable(numbers(scale, *letters), title, repeats=True)
+    for row in rows:
+        table.add(f"{row.at:,}", *(f"{loss:.4f}" for loss in row.losses))
+    table.print()
 
 
 def _shown(value: object) -> str:

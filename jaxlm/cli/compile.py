@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm import api
 from jaxlm.cli import chip_figures, steps
 from jaxlm.cli.paths import path
-from jaxlm.cli.tables import TextTable, against_capacity, facts, numbers, texts
+from jaxlm.cli.tables import TextTable, against_capacity, facts, names, numbers, print_sentence, texts
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import unwritable
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from jaxlm.lowering.report import CompiledStep, DoesNotFit, FitTrial, Report
 
 _SHOWN = 10  # rows of buffers, and of fusions
+# What a buffer or kernel computes, and the line of Python; the axes of a collective, and where it is in the model.
+_WHAT = [*texts("what", least=32), *texts("source", under="what")]
+_WHERE = [*texts("axes", least=14), *texts("scope")]
 _UNFUSED = "memory-bound kernels that pass arrays to one another"
 
 
@@ -137,7 +140,7 @@ def _print_step(report: "Report") -> None:
 
 
 def _print_held(report: "Report") -> None:
-    table = TextTable([*numbers("memory", "of"), *texts("array", "what", "source")], "held at the peak")
+    table = TextTable([*numbers("memory", "of"), *names("array"), *_WHAT], "held at the peak")
     for held in report.held_buffers[:_SHOWN]:
         what = held.name if held.array else f"argument {held.name}"
         table.add(units.memory(held.bytes), str(held.count), held.array, what, held.source)
@@ -149,7 +152,7 @@ def _print_held(report: "Report") -> None:
 def _print_collectives(report: "Report") -> None:
     if not report.collectives:
         return
-    table = TextTable([*numbers("count", "each", "counted"), *texts("kind", "axes", "scope")], "collectives")
+    table = TextTable([*numbers("count", "each", "counted"), *names("kind"), *_WHERE], "collectives")
     for collective in report.collectives:
         axes = " × ".join(collective.axes) + ("" if collective.spans_axes else " (partly)")
         took = or_dash(report.seconds(collective), seconds)
@@ -164,7 +167,7 @@ def _print_kernels(report: "Report") -> None:
         for name, count in report.calls:
             table.add(str(count), name)
         _print_table(table)
-    table = TextTable([*numbers("time", "count", "FLOP", "bytes", "FLOP/B"), *texts("what", "source")], "longest")
+    table = TextTable([*numbers("time", "count", "FLOP", "bytes", "FLOP/B"), *_WHAT], "longest")
     longest = sorted(report.kernels, key=report.kernel_seconds, reverse=True)
     for kernel in longest[:_SHOWN]:
         table.add(
@@ -223,7 +226,7 @@ def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace) -> None:
         if size:
             table.add(units.memory(size), f"{name.replace('_', ' ')}, counted")
     _print_table(table)
-    print("try " + ("; or ".join(suggestions) or "more chips: no counted setting lowers this enough"))
+    print_sentence("try " + ("; or ".join(suggestions) or "more chips: no counted setting lowers this enough"))
 
 
 def _print_table(table: TextTable) -> None:

@@ -14,6 +14,7 @@ from jaxlm.core.moved_keys import RENAMED
 if TYPE_CHECKING:
     from jaxlm.core.reference import KeyTable
 
+_MEANING = 32  # cells: a narrower column is hard to read
 _HEAD = """# Every key of a configuration file
 
 Made by `jaxlm config --markdown`. A table stands once for each `kind` that selects its keys, the default one first.
@@ -131,7 +132,7 @@ def _show(key_tables: "list[KeyTable]") -> None:
     for i, table in enumerate(key_tables):
         about, rows = (
             TextTable(texts(""), _title(table)),
-            TextTable([*names("key"), *texts("type", "default", "meaning")]),
+            TextTable([*names("key"), *texts("type", "default"), *texts("meaning", least=_MEANING, under="key")]),
         )
         about.add(table.about)
         for key in table.keys:

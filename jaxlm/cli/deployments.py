@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxlm import api
 from jaxlm.cli import rankings, steps
 from jaxlm.cli.paths import duration
-from jaxlm.cli.tables import TextTable, facts, names, numbers
+from jaxlm.cli.tables import TextTable, facts, names, numbers, print_sentence
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 
@@ -64,7 +64,7 @@ def show(experiment: "Experiment", arguments: argparse.Namespace, stack: "Stack"
     goal, chip = arguments.objective or "cost", steps.chip(arguments)
     ranked, refused = api.plan_serving(experiment, arguments.on, objective=goal, chip=chip, stack=stack, **options)
     for line in filter(None, (rankings.say_left_out(refused), rankings.say_stack(stack))):
-        print(f"jaxlm: {line}", file=sys.stderr)
+        print_sentence(f"jaxlm: {line}", sys.stderr)
     if arguments.json:
         left_out = [{"target": target, "why": why} for target, why in refused.items()]
         print(json.dumps({**ranked[0].row(), "rows": [each.row() for each in ranked], "refused": left_out}))
@@ -77,14 +77,14 @@ def show(experiment: "Experiment", arguments: argparse.Namespace, stack: "Stack"
 
 
 def _table(ranked: list["Deployment"], title: str, several: bool) -> TextTable:
-    figures = numbers("tensor", "replicas", "batch", "memory", "TTFT", "p90", "TPOT", "tokens/s/chip", "$/Mtok out")
-    table = TextTable([*names(*["chips"] * several), *figures], title)
+    layout = numbers("replicas × tensor", "batch", "memory")
+    figures = numbers("TTFT", "p90", "TPOT", "tokens/s per chip", "$/Mtok out")
+    table = TextTable([*names(*["chips"] * several), *layout, *figures], title)
     for each in ranked:
         service, capacity = each.service, each.target.chip.device_capacity()
         table.add(
             *[f"{each.chip_id}:{each.chips}"] * several,
-            str(each.devices),
-            str(each.replicas),
+            f"{each.replicas} × {each.devices}",
             str(each.slots),
             f"{each.memory.total / capacity:.0%}",
             units.seconds(service.ttft),

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from jaxlm.cli import chat, engine, tasks, trained
+from jaxlm.cli.tables import print_sentence
 from jaxlm.core.errors import InputError
 
 _ROWS = ("training.batch", "training.sequence", "execution.scan_layers")  # that a loss is measured with
@@ -53,7 +54,7 @@ def _at_a_loss(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**measured.row(), "step": model.step, "dtype": model.dtype}))
         return 0
-    print(
+    print_sentence(
         f"step {model.step}: loss {measured.loss:.4f} nats per token, perplexity {measured.perplexity:.3f}, "
         f"{measured.bits_per_byte:.4f} bits per byte, over {measured.tokens:,} tokens"
     )

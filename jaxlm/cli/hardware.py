@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import chip_figures
-from jaxlm.cli.tables import TextTable, names, numbers, texts
+from jaxlm.cli.tables import TextTable, names, numbers, print_sentence
 from jaxlm.core.units import number, or_dash
 
 if TYPE_CHECKING:
@@ -98,29 +98,27 @@ def _print_table(chips: list["Chip"]) -> None:
 
 
 def _print_chip(chip: "Chip") -> None:
-    table = TextTable([*names("figure", "value"), *texts("source")])
+    sources = chip_figures.Sources()
+    table = TextTable([*names("figure", "value"), *numbers("source")])
     for figure, value in chip.figures().items():
-        table.add(figure, chip_figures.shown(figure, value), chip.source(figure) or "")
+        source = chip.source(figure)
+        table.add(figure, chip_figures.shown(figure, value), sources.number(source) if source else "")
     also = f" (also {', '.join(chip.aliases)})" if chip.aliases else ""
-    print(f"{chip.id}{also}: {chip.name}, {chip.vendor}")
+    print_sentence(f"{chip.id}{also}: {chip.name}, {chip.vendor}")
     table.print()
     if chip.notes:
-        _print_text(chip.notes)
-    _print_sustained(chip)
+        print_sentence(chip.notes)
+    _print_sustained(chip, sources)
+    print()
+    sources.table().print()
 
 
-def _print_text(text: str) -> None:
-    table = TextTable(texts(""))
-    table.add(text)
-    table.print()
-
-
-def _print_sustained(chip: "Chip") -> None:
+def _print_sustained(chip: "Chip", sources: "chip_figures.Sources") -> None:
     rates = chip.sustained
-    tables = chip_figures.sustained(rates)
+    tables = chip_figures.sustained(rates, sources)
     inherited = f"the share of its peak that {rates.like} sustains" if rates.like else "the median share of all chips"
     print()
-    _print_text(
+    print_sentence(
         f"Sustained rates, as measured{'; * is derived' * bool(tables)}. Others are {inherited}, with a wider spread."
     )
     for table in tables:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.cli.tables import TextTable, names, numbers
+from jaxlm.cli.tables import TextTable, names, numbers, print_sentence
 from jaxlm.core.units import memory, or_dash, seconds
 
 # A cause of the gap below this share of the step is not worth a word.
@@ -25,7 +25,7 @@ def show(rungs: dict[str, Any]) -> None:
     table.add("MFU", "", "", or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
     table.print(sys.stderr)
     for line in _explained(rungs):
-        print(line, file=sys.stderr)
+        print_sentence(line, sys.stderr)
 
 
 def _explained(rungs: dict[str, Any]) -> Iterator[str]:

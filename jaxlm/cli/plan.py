@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm import api
 from jaxlm.cli import chip_figures, deployments, rankings, steps
 from jaxlm.cli.paths import duration, path
-from jaxlm.cli.tables import against_capacity, facts
+from jaxlm.cli.tables import against_capacity, facts, print_sentence
 from jaxlm.core import collector, units
 from jaxlm.core.errors import InputError
 
@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
         say_replicated(*(p.work for p in shown)),
     )
     for line in filter(None, remarks):
-        print(f"jaxlm: {line}", file=sys.stderr)
+        print_sentence(f"jaxlm: {line}", sys.stderr)
     if len(plans) > 1 or refused:
         limited = arguments.budget is not None or arguments.deadline is not None
         rankings.show(plans, refused, _row(plans[0]) if arguments.json else None, limited)

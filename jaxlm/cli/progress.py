@@ -1,5 +1,6 @@
 """Progress of a long run: a live bar on a terminal, plain lines elsewhere, always on standard error."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from jaxlm.cli.tables import wrapped
 from jaxlm.core import units
 from jaxlm.training.display import Display
 
@@ -33,11 +35,11 @@ def saying(doing: str) -> Iterator[None]:
 
 @contextmanager
 def working(doing: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being done for the length of a block, and yield a function that prints a line."""
+    """Show on a terminal what is being done for the length of a block, and yield a function that prints a sentence."""
     console = Console(stderr=True, highlight=False)
 
     def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print("\n".join(wrapped(line, sys.stderr)), markup=False, soft_wrap=True)
 
     with console.status(doing, spinner="line"):
         yield say
@@ -75,7 +77,7 @@ class Bar(Display):
         self._console.quiet = True
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar: of a run's log, whole at any width, so that it can be searched."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def example(self, title: str, pieces: Sequence[tuple[str, bool]]) -> None:

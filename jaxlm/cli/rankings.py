@@ -5,7 +5,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import chip_figures
-from jaxlm.cli.tables import TextTable, names, numbers
+from jaxlm.cli.tables import TextTable, names, numbers, print_sentence, texts
 from jaxlm.core import units
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | No
     """Print plans as a table; with the row of the best as one JSON object.
 
     A table of one kind of chips has no columns of prices and energy per token, which go with the step there: a line
-    gives those of the first row. So it fits a terminal of 80 columns.
+    gives those of the first row. So it fits a terminal of 80 columns; in one of several kinds mesh, microbatches and
+    rematerialisation stand under the chips where they have to.
 
     Args:
       refused: the chips of the catalog without a plan, with why.
@@ -60,16 +61,17 @@ def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | No
     run, of_step = (("run", "$/run"), ()) if limited else ((), ("at least", "tokens/s"))
     figures = numbers("memory", "step", *of_step, "MFU", *run, *("$/Mtok", "J/tok") * several)
     where = [] if several else [f"on {plans[0].target}"]
-    table = TextTable([*names(*["chips"] * several, "mesh", *settings), *figures], _title(plans[0], *where))
+    mesh = [*texts("mesh", after="×", under="chips"), *names(*settings, under="chips")]
+    table = TextTable([*names(*["chips"] * several), *mesh, *figures], _title(plans[0], *where))
     for plan in shown(plans):
         table.add(*[str(plan.target)] * several, *_cells(plan, trains, limited), *_per_token(plan) * several)
     table.print()
     if not several and (remark := _say_per_token(plans[0])):
-        print(remark)
+        print_sentence(remark)
     if named := [plan.work.remat_shown for plan in shown(plans) if not isinstance(plan.work.remat, str)]:
         print(f"named: execution.remat={shlex.quote(named[0])}")
     if remark := _say_tight(shown(plans)):
-        print(remark)
+        print_sentence(remark)
 
 
 def _title(plan: "Plan", *where: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxlm.cli.ladder import show
 from jaxlm.cli.progress import Bar, preferences
+from jaxlm.cli.tables import print_sentence
 from jaxlm.core.addresses import with_addresses
 from jaxlm.parallel.processes import is_first
 from jaxlm.training.display import Ended
@@ -26,7 +27,7 @@ class RunBar(Bar):
 
     def summary(self, goodput: Goodput, rungs: dict[str, Any] | None) -> None:
         """Show where the time went, and the ladder."""
-        print(goodput, file=sys.stderr)
+        print_sentence(str(goodput), sys.stderr)
         if rungs is not None:
             show(rungs)
 
@@ -57,7 +58,7 @@ class RunBar(Bar):
         learned = "".join(f", {words} of training" for words in preferences(_last_metrics(paths)))
         print(f"{paths}: {ended.step} steps{held_out}{learned}")
         sample = "" if ended.sample is None else f"sample {paths.sample}, "
-        print(with_addresses(f"loss curve {paths.loss_curve}, {sample}checkpoints {paths.checkpoints}"))
+        print_sentence(with_addresses(f"loss curve {paths.loss_curve}, {sample}checkpoints {paths.checkpoints}"))
 
     def _row(self, ended: Ended) -> dict[str, Any]:
         last = _last_metrics(self._paths)

@@ -36,8 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     families, begun = any(run.family for run in runs), any(run.begun_from for run in runs)
     named = names("state", "family") if families else names("state")
-    columns = [*texts("run"), *named, *numbers("step", "checkpoint", "loss", "held out", "age")]
-    table = TextTable([*columns, *texts("from")] if begun else columns)
+    columns = [*texts("run", least=20), *named, *numbers("step", "checkpoint", "loss", "held out", "age")]
+    table = TextTable([*columns, *texts("from", under="run")] if begun else columns)
     for run in runs:
         table.add(
             run.run,
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
             or_dash(run.checkpoint, str),
             *(or_dash(loss, "{:.4f}".format) for loss in (run.loss, run.held_out_loss)),
             age(run.age_s),
-            *([or_dash(run.begun_from, str)] if begun else []),
+            *([run.begun_from or ""] if begun else []),
         )
     table.print()
     return 0

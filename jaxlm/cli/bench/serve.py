@@ -266,7 +266,7 @@ def _key(file: Path | None) -> str | None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from jaxlm.cli.tables import TextTable, names, numbers
+    from jaxlm.cli.tables import TextTable, names, numbers, print_sentence
     from jaxlm.server.load.figures import METRICS
 
     load, least = report["load"], report["bounds"]
@@ -288,4 +288,6 @@ def _show(report: dict[str, Any]) -> None:
     if report["failed"]:
         print(f"{report['failed']} requests failed: {report['errors'][0]}")
     if not least:
-        print("no bounds: this machine is not calibrated (jaxlm hardware host --measure), and --on names no chips")
+        print_sentence(
+            "no bounds: this machine is not calibrated (jaxlm hardware host --measure), and --on names no chips"
+        )

@@ -50,12 +50,12 @@ def show(path: Path | None, as_json: bool) -> None:
 def _cases(rows: Sequence["CountedCase"]) -> TextTable:
     table = TextTable(
         [
-            *names("case"),
+            *texts("case", least=20),
             *numbers("predicted", "published"),
             *names("unit"),
             *numbers("error"),
             *names("verdict"),
-            *texts("why; or what stands for what is not exact"),
+            *texts("why; or what stands for what is not exact", under="case"),
         ]
     )
     for row in rows:
@@ -66,8 +66,8 @@ def _cases(rows: Sequence["CountedCase"]) -> TextTable:
             _number(case.published),
             case.unit,
             f"{row.error:+.1%}",
-            row.verdict + (f" by {abs(row.off):.1%}" if row.off else ""),
-            case.why if row.off else case.nearest,
+            row.verdict,
+            f"by {abs(row.off):.1%}{': ' * bool(case.why)}{case.why}" if row.off else case.nearest,
         )
     return table
 

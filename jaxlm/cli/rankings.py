@@ -63,13 +63,15 @@ def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | No
     where = [] if several else [f"on {plans[0].target}"]
     mesh = [*texts("mesh", after="×", under="chips"), *names(*settings, under="chips")]
     table = TextTable([*names(*["chips"] * several), *mesh, *figures], _title(plans[0], *where))
+    labels = _labels(shown(plans))
     for plan in shown(plans):
-        table.add(*[str(plan.target)] * several, *_cells(plan, trains, limited), *_per_token(plan) * several)
+        cells = _cells(plan, labels, limited)
+        table.add(*[str(plan.target)] * several, *cells, *_per_token(plan) * several)
     table.print()
     if not several and (remark := _say_per_token(plans[0])):
         print_sentence(remark)
-    if named := [plan.work.remat_shown for plan in shown(plans) if not isinstance(plan.work.remat, str)]:
-        print(f"named: execution.remat={shlex.quote(named[0])}")
+    for name, remat in labels.items():
+        print(f"{name}: execution.remat={shlex.quote(remat)}")
     if remark := _say_tight(shown(plans)):
         print_sentence(remark)
 
@@ -80,15 +82,25 @@ def _title(plan: "Plan", *where: str) -> str:
     return " ".join([str(plan.work), *where, *[f"({changes})"] * bool(changes)])
 
 
-def _cells(plan: "Plan", trains: bool, limited: bool) -> list[str]:
-    remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
+def _labels(plans: list["Plan"]) -> dict[str, str]:
+    """Return a short name for each list of activations that plans keep: its only name, or "named"."""
+    listed = {plan.work.remat: plan.work.remat_shown for plan in plans if not isinstance(plan.work.remat, str)}
+    labels: dict[str, str] = {}
+    for kept, remat in listed.items():
+        label = kept[0] if len(kept) == 1 else "named"
+        labels[label if label not in labels else f"{label} {len(labels) + 1}"] = remat
+    return labels
+
+
+def _cells(plan: "Plan", labels: dict[str, str], limited: bool) -> list[str]:
+    remat = {shown: label for label, shown in labels.items()}.get(plan.work.remat_shown, plan.work.remat)
     run = (
         units.or_dash(plan.run_s, units.seconds),
         units.or_dash(plan.usd_per_run, "{:,.0f}".format),
     )
     return [
         str(plan.work.layout).replace(" × ", "×"),
-        *((str(plan.work.microbatches), remat) if trains else ()),
+        *((str(plan.work.microbatches), remat) if plan.work.kind == "train" else ()),
         f"{plan.memory.total / plan.capacity:.0%}{_TIGHT * (plan.fits and not plan.leaves_headroom)}",
         units.seconds(plan.time.expected),
         *(() if limited else (units.seconds(plan.time.lower_bound), f"{plan.tokens_per_s:,.0f}")),

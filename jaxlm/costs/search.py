@@ -65,15 +65,21 @@ def smallest(work: Workload, target: Target, fixed: Collection[str] = (), stack:
 
 
 def variants(work: Workload, fixed: Collection[str] = ()) -> Iterator[Workload]:
-    """Yield a workload with other `microbatches` and `remat` on its mesh; settings named in `fixed` do not vary."""
+    """Yield a workload with other `microbatches` and `remat` on its mesh; settings named in `fixed` do not vary.
+
+    `remat` keeps everything, all named activations, those alone that others are made of, nothing, and the activations
+    that the workload itself lists.
+    """
     if work.kind != "train":
         yield work
         return
     named = dict.fromkeys(device_step(work).recording.names.values())
     names = tuple(name for name in named if name != "attention")  # its kernel keeps more than its result
+    sources = tuple(name for name in names if name in work.model.activation_sources)
     rows = work.batch // work.batch_shards
     parts = (work.microbatches,) if "microbatches" in fixed else [2**n for n in range(rows.bit_length())]
-    remats = (work.remat,) if "remat" in fixed else ("none", names, "full")
+    own = [work.remat] if "remat" in fixed or isinstance(work.remat, tuple) else []
+    remats = own if "remat" in fixed else dict.fromkeys(["none", names, *[sources] * bool(sources), *own, "full"])
     for microbatches in parts:
         for remat in remats if rows % microbatches == 0 else ():
             yield replace(work.with_execution(remat=remat), microbatches=microbatches)

@@ -560,6 +560,12 @@ class ModelConfig(BlockConfig):
         )
         return self.model_copy(update={**{key: getattr(block, key) for key in keys}, "pattern": pattern})
 
+    @property
+    def activation_sources(self) -> frozenset[str]:
+        """Names of the activations of any layer that others are made of, in whose place it may keep these."""
+        parts = (part for _, block in self.entries for part in (block.attention, block.feed_forward))
+        return frozenset(name for part in parts for name in part.activation_sources)
+
     def of(self, block: BlockConfig) -> "ModelConfig":
         """Return the model with this block in all layers."""
         return self.model_copy(update={**{key: getattr(block, key) for key in BlockConfig.model_fields}, "pattern": ()})

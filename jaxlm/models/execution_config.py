@@ -1,5 +1,6 @@
 """The execution of a model's steps. Imports no JAX."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -18,6 +19,8 @@ def _remat(value: Any) -> Any:
     listed = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
     if value not in ("none", "full") and not listed:
         raise ValueError(f'{value!r} is neither "none" nor "full" nor a list of activations, such as ["query", "up"]')
+    if listed and (twice := [name for name in dict.fromkeys(value) if list(value).count(name) > 1]):
+        raise ValueError(f"{json.dumps(list(value))} lists {', '.join(twice)} twice")
     return value
 
 

@@ -14,6 +14,7 @@ class LatentAttentionConfig(AttentionConfig):
     """
 
     activations: ClassVar = ("latent", "query", "key", "value", "attention")
+    activation_sources: ClassVar = ("latent",)
     logical_axes: ClassVar = {"num_heads": "heads"}
     rotated: ClassVar = "rope_dim"
 

@@ -11,6 +11,7 @@ class LayerConfig(Section):
 
     Attributes:
       activations: names of the activations that rematerialisation can keep.
+      activation_sources: those of them that others are made of, so that a layer may keep these alone in their place.
       training_keys: keys that inference does not read.
       logical_axes: by key, the logical axis of the parameters' dimensions of that size; a mesh must divide those that
         its axes shard.
@@ -18,6 +19,7 @@ class LayerConfig(Section):
 
     kind: str
     activations: ClassVar[tuple[str, ...]] = ()
+    activation_sources: ClassVar[tuple[str, ...]] = ()
     training_keys: ClassVar[frozenset[str]] = frozenset()
     logical_axes: ClassVar[Mapping[str, str]] = {}
 

@@ -123,7 +123,7 @@ def test_key_value_heads_that_tensor_does_not_divide_are_replicated_and_that_is_
     out, errors = capsys.readouterr()
     assert json.loads(out)["replicated_kv_heads"] is replicated
     said = f"mesh.tensor = {tensor} does not divide 8 key/value heads: several devices compute and keep the same ones"
-    assert errors == (f"jaxlm: {said}\n" if replicated else "")
+    assert " ".join(errors.split()) == (f"jaxlm: {said}" if replicated else "")
 
 
 def test_a_search_ranks_meshes(capsys):
@@ -135,7 +135,6 @@ def test_a_search_ranks_meshes(capsys):
 
 @pytest.mark.parametrize("limits", [(), ("training.steps=1000", "--deadline", "30d")], ids=["", "deadline"])
 def test_meshes_of_one_kind_of_chips_stand_in_80_columns(capsys, limits):
-    """Into a file a table is printed as wide as it is."""
     title, header, rule, *rows = plan(
         capsys, "--on", "h100-sxm5:8", "--mesh", "auto", "training.batch=16", *limits, model="olmoe-1b-7b"
     ).splitlines()
@@ -165,7 +164,7 @@ def test_a_step_is_counted_under_other_software_and_that_is_said(capsys):
     ours, silent = row(*decode)
     narrow, said = row(*decode, "--stack", "precision=float8", "--stack", "cache=float8")
     assert silent == "" and "stack" not in ours and narrow["stack"] == {"precision": "float8", "cache": "float8"}
-    assert said.startswith("jaxlm: counted under other software (precision=float8, cache=float8): an estimate of what")
+    assert said.startswith("jaxlm: counted under other software (precision=float8, cache=float8): an\nestimate of what")
     assert narrow["time_s"]["expected"] < ours["time_s"]["expected"]
     before, after = (each["memory_bytes_per_device"] for each in (ours, narrow))
     assert after["kv_cache"] * 2 == before["kv_cache"] and after["parameters"] < 0.6 * before["parameters"]
@@ -185,7 +184,7 @@ def test_a_deployment_is_shown_with_its_bracket(capsys):
     assert re.search(rf"^best +{row['replicas']} replicas? of .*, {row['batch']} sequences each", said, re.M)
     for line in ("first token", "each token", "rate", "price"):
         assert re.search(rf"^{line} +\S", said, re.M)
-    assert max(map(len, said.splitlines()[1:5])) <= 100
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_a_search_leaves_alone_what_the_command_line_gives(capsys):
@@ -203,6 +202,27 @@ def test_a_search_says_which_activations_a_plan_keeps_so_that_it_can_be_given(ca
     )
 
 
+def test_a_search_keeps_latents_alone_too_and_what_the_configuration_lists(capsys):
+    """Of latents keys and values are made: they alone take less memory than these, and less time than nothing."""
+    searched = "--on", "h200-sxm:8", "--mesh", "auto", "training.batch=64", "model.num_layers=4"
+    own = ["query", "up"]
+    found = json.loads(plan(capsys, *searched, f"execution.remat={own}", "--json", model="deepseek-v2-lite"))["rows"]
+    fsdp = {"data": 1, "fsdp": 8, "tensor": 1}
+    rows = {str(row["remat"]): row for row in found if row["mesh"] == fsdp and row["microbatches"] == 1}
+    assert rows.keys() == {
+        "none",
+        str(["latent", "query", "key", "value", "up", "gate"]),
+        "['latent']",
+        str(own),
+        "full",
+    }
+    latents, full = rows["['latent']"], rows["full"]
+    assert latents["time_s"]["expected"] < full["time_s"]["expected"]
+    assert latents["memory_bytes_per_device"]["total"] > full["memory_bytes_per_device"]["total"]
+    others = json.loads(plan(capsys, *searched, "--json"))["rows"]
+    assert len({str(row["remat"]) for row in others}) == 3
+
+
 def test_of_all_devices_those_that_do_not_divide_the_model_hold_copies(capsys):
     """2,048 devices do not divide DeepSeek-V3's width of 7,168 = 7 · 1,024."""
     assert main(["plan", str(MODELS / "deepseek-v3.toml"), "--on", "h800-sxm5:2048", "--json"]) == 0
@@ -210,7 +230,7 @@ def test_of_all_devices_those_that_do_not_divide_the_model_hold_copies(capsys):
     row = json.loads(out)
     assert row["mesh"] == {"data": 2, "fsdp": 1024, "tensor": 1} and row["batch"] == 2048
     said = "mesh.fsdp = 2048 does not divide model.d_model = 7168: the mesh has mesh.data=2 mesh.fsdp=1024"
-    assert errors.count(said) == 1 and errors.count("\n") == 2
+    assert " ".join(errors.split()).count(said) == 1 and errors.count("jaxlm: ") == 2
 
 
 def test_a_mesh_takes_the_place_of_that_of_the_file(tmp_path, capsys):
@@ -285,10 +305,10 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
     assert why["apple-m1:8"].startswith("apple-m1 has no known link to others") and len(why) > 10
     assert not why.keys() & {one["target"] for one in row["rows"]}
     targets = ", ".join(why)
-    assert errors.splitlines() == [
+    assert max(map(len, errors.splitlines())) <= 80 and " ".join(errors.split()) == (
         f"jaxlm: {len(why)} kinds of chips are left out ({targets}): {next(iter(why.values()))}; "
         "--json says why of each"
-    ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -449,7 +469,7 @@ def test_a_chip_with_other_figures_is_said(capsys):
     )
     row = json.loads(plan(capsys, *given, "--json", model="gpt2-124m"))
     assert row["chip"] == {"memory_bytes_per_s": 2.4e12, "usd_per_hour": [2.5, 2.5]}
-    searched = plan(capsys, *given, "--mesh", "auto", model="gpt2-124m")
+    searched = " ".join(plan(capsys, *given, "--mesh", "auto", model="gpt2-124m").split())
     assert "h100-sxm5 with memory_bytes_per_s 2.4 TB/s" in searched
 
 

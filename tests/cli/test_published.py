@@ -136,7 +136,8 @@ def test_arrays_keep_their_dtypes_on_devices_that_do_not_divide_them(tmp_path, m
         np.testing.assert_array_equal(tensor.read(), there[name])
 
 
-def test_an_import_is_listed_and_has_no_loss_to_compare(folder, tmp_path, capsys):
+def test_an_import_is_listed_and_has_no_loss_to_compare(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "500")
     shutil.copytree(folder / "imported", tmp_path / "imported")
     assert main(["runs", str(tmp_path)]) == 0
     assert "imported imported llama 0/– 0 – –" in " ".join(capsys.readouterr().out.split())

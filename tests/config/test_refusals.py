@@ -88,6 +88,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("training.seed=-1", ["training.seed = -1", "0"]),
         ("training.dropout=1", ["training.dropout = 1", "less than 1"]),
         ("execution.dtype=float16", ["execution.dtype = 'float16'", "float32", "bfloat16"]),
+        ("execution.remat=['query', 'up', 'query']", ["execution.remat", "lists query twice"]),
         ("execution.remat=some", ["execution.remat", "some", "none", "full", "query"]),
         ("execution.remat=['query', 'norm']", ["execution.remat", "norm", "attention"]),
         ("execution.remat=['up', 'gate']", ["execution.remat keeps gate,", "query, key, value, attention, up"]),

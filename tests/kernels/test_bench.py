@@ -24,7 +24,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(run, "measure", lambda call, rounds: measured(call, rounds, seconds=0.001))
 
 
-def test_alone(tmp_path, capsys):
+def test_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     bench.main(["--rounds", "2", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "cpu" / "kernels.json").read_text())
     rows = results["rows"]
@@ -86,7 +87,8 @@ def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys
     (left_out,) = results["left_out"]
     assert left_out["reason"] == "No available kernel." and left_out["direction"] == "training"
     assert heard == [forward, other, results["rows"][2], left_out]
-    assert "other         left out: No available kernel." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "other\n  left out: No available kernel." in said and max(map(len, said.splitlines())) <= 80
 
 
 def test_an_implementation_that_does_not_fit_is_left_out(monkeypatch):

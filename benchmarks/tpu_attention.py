@@ -77,10 +77,10 @@ def lower(variant: Variant) -> LoweredVariant:
     from jaxlm.costs.hardware.target import Target
     from jaxlm.lowering import kernel_matrix, targets
     from kernels_pallas.core import tuning
+    from kernels_pallas.core.attention.scores import FlashSettings
     from kernels_pallas.flash_attention import KeyRange, causal, mosaic_tpu
     from kernels_pallas.flash_attention.operands import Operands
     from kernels_pallas.flash_attention.tile_schedule import PARTS, ScheduledTile, schedule_tiles
-    from kernels_pallas.flash_attention.tiles import FlashSettings
 
     mesh = Mesh(np.array(targets.devices(Target.parse(kernel_matrix.CHIPS[variant.chip]))[:1]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())

@@ -69,6 +69,16 @@ def test_imports_come_from_floors_below():
             assert part(other) == here or FLOORS[part(other)] < FLOORS[here], f"{module} imports {other}"
 
 
+def test_no_kernel_imports_from_another():
+    """What two of them use is in kernels_pallas.core."""
+    for name in FILES:
+        house, _, rest = name.partition(".")
+        own = rest.partition(".")[0]
+        if house == "kernels_pallas" and own not in ("", "core", "bench"):
+            parts = {each.split(".")[1] for each in imported(parsed(name)) if each.startswith("kernels_pallas.")}
+            assert parts <= {own, "core"}, f"{name} imports from {parts - {own, 'core'}}"
+
+
 def test_no_module_imports_itself_by_way_of_others():
     graph = {module: set(imported_at_import(parsed(module))) - {module} for module in FILES}
     try:

@@ -64,7 +64,7 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Arrangement:
     """The lines of a row, the cells between columns, and the width of each column."""
 
     lines: list[_Line]
@@ -152,7 +152,7 @@ class TextTable:
             sizes.append(min(column.least, size) if column.folds and not column.after else size)
         return sizes
 
-    def _layout(self, width: int) -> _Layout:
+    def _layout(self, width: int) -> _Arrangement:
         """Return the first that fits: rows of one line; with columns `under` others; or as many lines as it takes."""
         arrangements = [[_Line(list(range(len(self._columns))))]]
         if (under := self._under()) is not None:
@@ -162,7 +162,7 @@ class TextTable:
                 least = self._least(heads_fold)
                 indented = self._indented(lines, least, gap, width)
                 if all(_length(line, least, gap) <= width for line in indented):
-                    return _Layout(indented, gap, self._widths(indented, least, gap, width))
+                    return _Arrangement(indented, gap, self._widths(indented, least, gap, width))
         least = self._least(heads_fold=False)
         lines, room = [_Line([0])], width - least[0]
         for i, size in enumerate(least[1:], 1):
@@ -171,7 +171,7 @@ class TextTable:
                 room = width
             lines[-1].columns.append(i)
             room -= _GAP + size
-        return _Layout(lines, _GAP, self._widths(lines, least, _GAP, width))
+        return _Arrangement(lines, _GAP, self._widths(lines, least, _GAP, width))
 
     def _under(self) -> list[_Line] | None:
         """Return two lines, the second of the columns that stand under another; None where none does."""
@@ -204,7 +204,7 @@ class TextTable:
                 room -= widths[i]
         return widths
 
-    def _row(self, cells: list[str], layout: _Layout, of_header: bool = False) -> list[str]:
+    def _row(self, cells: list[str], layout: _Arrangement, of_header: bool = False) -> list[str]:
         """Return the lines of one row; what is short in a header stands in its last line."""
         lines = []
         for line in layout.lines:

@@ -1,6 +1,6 @@
 """The one file that knows Pallas's entry points: launches, compiler parameters, cost estimates and interpreters.
 
-Kernels write their bodies with `pl` and, on Hopper, in the language of `hopper.py`.
+Kernels write their bodies with `pl` and, on Hopper, in the language of `hopper`.
 """
 
 import functools
@@ -211,13 +211,13 @@ def call_warpgroups(
     name: str,
     exact: bool,
 ) -> list[jax.Array]:
-    """Run a Mosaic GPU kernel; return its outputs. The callers are kernels of `hopper.py`.
+    """Run a Mosaic GPU kernel; return its outputs. The callers are kernels of `hopper`.
 
     Args:
       zeroed: how many of the outputs, from the first on, start at zero.
       blocks, warpgroups: axis name and size of the grid, and of the warpgroups of each block.
       cost: of the whole call.
-      exact: see `hopper.run`.
+      exact: see `hopper.launch.run_kernel`.
 
     Inside `interpreted` it runs in Mosaic GPU's interpreter instead, on any platform.
     """

@@ -12,15 +12,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.core import checks
-from kernels_pallas.core.choice import cannot_lower, choose, fastest
-from kernels_pallas.core.directions import by_direction
-from kernels_pallas.core.eager import compiled_once
-from kernels_pallas.core.interpretation import requested
-from kernels_pallas.core.launch import KernelCost, KernelCosts, vary
-from kernels_pallas.core.measured import CallClass
-from kernels_pallas.core.target import TargetChip
-from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton, xla
-from kernels_pallas.flash_attention.key_range import (
+from kernels_pallas.core.attention import reference
+from kernels_pallas.core.attention.key_range import (
     KeyRange,
     are_positions,
     array_module,
@@ -33,8 +26,16 @@ from kernels_pallas.flash_attention.key_range import (
     sliding_window,
     union,
 )
+from kernels_pallas.core.attention.scores import LOG2_E, FlashSettings, recomputed
+from kernels_pallas.core.choice import cannot_lower, choose, fastest
+from kernels_pallas.core.directions import by_direction
+from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.interpretation import requested
+from kernels_pallas.core.launch import KernelCost, KernelCosts, vary
+from kernels_pallas.core.measured import CallClass
+from kernels_pallas.core.target import TargetChip
+from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, triton, xla
 from kernels_pallas.flash_attention.operands import EVERY_GRADIENT, Gradients, Operands, unmasked_scores
-from kernels_pallas.flash_attention.tiles import LOG2_E, FlashSettings, recomputed
 
 __all__ = [
     "EVERY_GRADIENT",

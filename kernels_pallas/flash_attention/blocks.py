@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.flash_attention.key_range import array_module, without_repeats
+from kernels_pallas.core.attention.key_range import array_module, without_repeats
 
 
 class BlockRanges(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from kernels_pallas import flash_attention as function
+from kernels_pallas.core.attention import reference
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.core.measured import CallClass
 from kernels_pallas.flash_attention import (
@@ -17,7 +18,6 @@ from kernels_pallas.flash_attention import (
     costs,
     intersection,
     prefix_lm,
-    reference,
     shifted,
     sliding_window,
     union,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import jax
 
-from kernels_pallas.flash_attention.key_range import KeyRange, clipped, shifted
+from kernels_pallas.core.attention.key_range import KeyRange, clipped, shifted
+from kernels_pallas.core.attention.scores import FlashSettings
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import FlashSettings
 
 
 def of_sequences(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> Iterator[tuple]:

@@ -14,29 +14,17 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import hopper
-from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
+from kernels_pallas.core.attention.scores import LN_2, LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
+from kernels_pallas.core.hopper.launch import run_kernel
+from kernels_pallas.core.hopper.memory import MAX_COLUMNS, ROWS, TILE, Barriers, SharedBuffer, extent
+from kernels_pallas.core.hopper.ring import TWO_CONSUMERS, Consumers, References, padded, warp_specialize
+from kernels_pallas.core.hopper.warpgroup import Warpgroup
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.mosaic_gpu_backward import backward
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.pipeline import (
-    TILE,
-    TWO_CONSUMERS,
-    BlockOrder,
-    BlockPipeline,
-    Consumers,
-    KeyBlocks,
-    References,
-    padded,
-    tiled,
-    warp_specialize,
-)
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
+from kernels_pallas.flash_attention.pipeline import BlockOrder, KeyBlocks, pipeline_of, tiled
 
 __all__ = ["backward", "forward", "unsupported_reason"]
-
-# Most columns of a product.
-MAX_WIDTH = 256
 
 
 def unsupported_reason(operands: Operands) -> str | None:
@@ -46,8 +34,8 @@ def unsupported_reason(operands: Operands) -> str | None:
         return f"it multiplies bfloat16 and float16, not {operands.query.dtype}"
     if operands.bias is not None and operands.bias.dtype.itemsize not in (2, 4):
         return f"a bias of it is bfloat16, float16 or float32, not {operands.bias.dtype}"
-    if any(width % TILE or width > MAX_WIDTH for width in (H, V)):
-        return f"head widths {H} and {V} are not both multiples of {TILE} up to {MAX_WIDTH}"
+    if any(width % TILE or width > MAX_COLUMNS for width in (H, V)):
+        return f"head widths {H} and {V} are not both multiples of {TILE} up to {MAX_COLUMNS}"
     return None
 
 
@@ -82,7 +70,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
     }
     if H != V:  # otherwise the output overwrites the queries, which have been read by then
         own["out_tile"] = SharedBuffer((consumers.count, ROWS, V), dtype, tiled=True)
-    pipeline = BlockPipeline.of("forward", operands, keys, of_keys.buffers, own, late=("value",), consumers=consumers)
+    pipeline = pipeline_of("forward", operands, keys, of_keys.buffers, own, late=("value",), consumers=consumers)
     keys = pipeline.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -182,18 +170,18 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
 
     start, end = operands.intervals
     inputs = {
-        "query": padded(operands.query, hopper.extent(T, queries)),
+        "query": padded(operands.query, extent(T, queries)),
         "start": tiled(start, queries),
         "end": tiled(end, queries),
         "ranges": key_ranges(operands.start, operands.end, queries, keys).stacked(B),
     } | of_keys.inputs(keys)
     if operands.sinks is not None:
         inputs["sinks"] = operands.sinks.astype(jnp.float32)
-    out, log_sum_exp = hopper.run(
+    out, log_sum_exp = run_kernel(
         kernel,
         inputs,
         {
-            "out": jax.ShapeDtypeStruct((B, hopper.extent(T, queries), N, V), dtype),
+            "out": jax.ShapeDtypeStruct((B, extent(T, queries), N, V), dtype),
             "log_sum_exp": jax.ShapeDtypeStruct((B, N, rows * queries), jnp.float32),
         },
         grid={"head": N, "block": rows, "batch": B},

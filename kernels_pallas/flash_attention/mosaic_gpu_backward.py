@@ -21,26 +21,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import hopper
-from kernels_pallas.core.hopper import ROWS, AddingTurn, Barriers, SharedBuffer, Warpgroup
+from kernels_pallas.core.attention.scores import FlashSettings, recomputed, score_gradient, tanh_by_exp2
+from kernels_pallas.core.hopper.launch import may_be_zeroed, run_kernel
+from kernels_pallas.core.hopper.memory import ROWS, TILE, AddingTurn, Barriers, SharedBuffer
+from kernels_pallas.core.hopper.ring import (
+    TWO_CONSUMERS,
+    BlockPipeline,
+    PipelineBlocks,
+    References,
+    padded,
+    stages_that_fit,
+    warp_specialize,
+)
+from kernels_pallas.core.hopper.warpgroup import Warpgroup
 from kernels_pallas.flash_attention import triton
 from kernels_pallas.flash_attention.blocks import BlockRanges, add_order, key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.pipeline import (
-    TILE,
-    TWO_CONSUMERS,
-    BlockPipeline,
-    KeyBlocks,
-    PipelineBlocks,
-    References,
-    bias_of,
-    of_bias,
-    padded,
-    stages_that_fit,
-    tiled,
-    warp_specialize,
-)
-from kernels_pallas.flash_attention.tiles import FlashSettings, recomputed, score_gradient, tanh_by_exp2
+from kernels_pallas.flash_attention.pipeline import KeyBlocks, bias_of, of_bias, pipeline_of, tiled
 
 # By the width of keys: the widest values whose gradients fit in registers, and queries per step.
 _WIDEST_VALUES, _QUERIES = {64: 64, 128: 128, 256: 256}, {64: 128, 128: 64, 256: 64}
@@ -111,14 +108,14 @@ def backward(
         return triton.backward(settings, operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
     dtype, queries = operands.query.dtype, _QUERIES[H]
-    in_order = settings.deterministic or not hopper.may_be_zeroed(operands.query)
+    in_order = settings.deterministic or not may_be_zeroed(operands.query)
     keys = _keys(operands)
     rows, columns = pl.cdiv(T, queries), pl.cdiv(S, keys)
     shares = operands.shares(columns * K * B)
     heads = N // (K * shares)  # query heads per block
     bias, biased = operands.bias, KeyBlocks(operands).biased
     own, biases = _own(operands), _bias_pipeline(operands)
-    pipeline = BlockPipeline.of("gradients", operands, 0, lambda _: _pipeline_buffers(operands), own, together=True)
+    pipeline = pipeline_of("gradients", operands, 0, lambda _: _pipeline_buffers(operands), own, together=True)
     ranges = query_ranges(key_ranges(operands.start, operands.end, queries, keys), columns)
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -343,7 +340,7 @@ def backward(
         return jnp.stack([tiled(x, queries, queries) for x in rows], axis=-2)
 
     key, value = (padded(x, keys) for x in (operands.key, operands.value))
-    d_query, d_key, d_value = hopper.run(
+    d_query, d_key, d_value = run_kernel(
         kernel,
         {
             "query": padded(operands.query, queries),

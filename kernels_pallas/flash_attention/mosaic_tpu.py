@@ -16,13 +16,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
+from kernels_pallas.core.attention.scores import LN_2, LOG2_E, LOWEST, FlashSettings, dot, recomputed, score_gradient
+from kernels_pallas.core.tiles import LANES  # queries lie along these, and so do keys in a block of the bias
 from kernels_pallas.flash_attention import halves, tile_schedule
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tile_schedule import ScheduledTile, TileSchedule
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, recomputed, score_gradient
-
-# Queries lie along the lanes, and so do keys in a block of the bias.
-LANES = 128
 
 
 class FlashTpuBlocks(NamedTuple):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core import target
+from kernels_pallas.core.attention.key_range import clipped, without_repeats
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of
-from kernels_pallas.flash_attention.key_range import clipped, without_repeats
 
 
 class Gradients(NamedTuple):

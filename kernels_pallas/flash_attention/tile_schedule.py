@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import pallas as pl
 
+from kernels_pallas.core.attention.key_range import array_module
 from kernels_pallas.flash_attention.blocks import key_ranges
-from kernels_pallas.flash_attention.key_range import array_module
 
 # The keys of a tile come in parts, of which some may be fully masked, and others fully unmasked.
 PARTS = 2

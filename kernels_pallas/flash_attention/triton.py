@@ -15,10 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation, launch, target, tuning
-from kernels_pallas.core.target import TargetChip
-from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
-from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import (
+from kernels_pallas.core.attention.scores import (
     LN_2,
     LOG2_E,
     LOWEST,
@@ -28,6 +25,9 @@ from kernels_pallas.flash_attention.tiles import (
     score_gradient,
     tanh_by_exp2,
 )
+from kernels_pallas.core.target import TargetChip
+from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
+from kernels_pallas.flash_attention.operands import Operands
 
 MAX_WIDTH = 256
 # Rows of a matrix unit's smallest tile: widths are multiples.

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core import target
+from kernels_pallas.core.attention.key_range import KeyRange, narrowed
 from kernels_pallas.core.products import einsum_in_float32
 from kernels_pallas.core.slopes import soft_capped
 from kernels_pallas.flash_attention import causal_chunks
-from kernels_pallas.flash_attention.key_range import KeyRange, narrowed
 from kernels_pallas.flash_attention.operands import Operands
 
 

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import hopper, tuning
-from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
-from kernels_pallas.core.launch import KernelCost
-from kernels_pallas.flash_attention.pipeline import (
-    TILE,
+from kernels_pallas.core import tuning
+from kernels_pallas.core.hopper.launch import run_kernel
+from kernels_pallas.core.hopper.memory import ROWS, TILE, Barriers, SharedBuffer, extent
+from kernels_pallas.core.hopper.ring import (
     BlockPipeline,
     Consumers,
     PipelineBlocks,
@@ -29,6 +28,8 @@ from kernels_pallas.flash_attention.pipeline import (
     stages_that_fit,
     warp_specialize,
 )
+from kernels_pallas.core.hopper.warpgroup import Warpgroup
+from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.grouped_matmul import visits
 
 _ALIGNMENT = 8  # of the first row of a tile
@@ -106,9 +107,9 @@ def product(
                 warpgroup, consumers, lambda: pipeline.producer_loop(warpgroup, ref, steps, sources), compute
             )
 
-    (y,) = hopper.run(
+    (y,) = run_kernel(
         kernel,
-        {"x": padded(x, hopper.extent(R, blocks.m, _ALIGNMENT), 0), "matrices": matrices, "visits": of_visit},
+        {"x": padded(x, extent(R, blocks.m, _ALIGNMENT), 0), "matrices": matrices, "visits": of_visit},
         {"y": jax.ShapeDtypeStruct((R, N), x.dtype)},
         grid={"column": band, "visit": len(of_visit), "band": columns // band},
         warpgroups=consumers.warpgroups,
@@ -180,8 +181,8 @@ def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, cost: Kerne
 
         warp_specialize(warpgroup, consumers, lambda: pipeline.producer_loop(warpgroup, ref, steps, sources), compute)
 
-    long = hopper.extent(R, TILE, _ALIGNMENT)
-    (sums,) = hopper.run(
+    long = extent(R, TILE, _ALIGNMENT)
+    (sums,) = run_kernel(
         kernel,
         {"x": padded(x, long, 0), "y": padded(y, long, 0), "begin": end - sizes, "end": end},
         {"out": jax.ShapeDtypeStruct((G, K, N), x.dtype)},

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, tuning
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.tiles import tpu_precision, until
 from kernels_pallas.grouped_matmul import visits
-from kernels_pallas.matmul.tiles import tpu_precision, until
 
 
 class GroupedTpuBlocks(NamedTuple):

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.tiles import precision_of
 from kernels_pallas.grouped_matmul import visits
-from kernels_pallas.matmul.tiles import precision_of
 
 _LEAST = 16  # rows and columns of the smallest tiles that tensor cores multiply
 

@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.matmul.tiles import MatmulProduct, tpu_precision, until
+from kernels_pallas.core.tiles import tpu_precision, until
+from kernels_pallas.matmul.tiles import MatmulProduct
 
 
 class MatmulTpuBlocks(NamedTuple):

@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.matmul.tiles import MatmulProduct, precision_of
+from kernels_pallas.core.tiles import precision_of
+from kernels_pallas.matmul.tiles import MatmulProduct
 
 _EPILOGUE = 64  # columns of a tile whose epilogue runs at a time
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core import checks
+from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.choice import cannot_lower, choose, fastest
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.flash_attention.key_range import KeyRange
 from kernels_pallas.paged_attention import mosaic_gpu, mosaic_tpu, reference, triton, xla
 
 __all__ = ["paged_attention"]

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
-from kernels_pallas.flash_attention.key_range import KeyRange
 from kernels_pallas.paged_attention import KERNELS, paged_attention, reference
 from kernels_pallas.paged_attention.costs import kernel_costs
 

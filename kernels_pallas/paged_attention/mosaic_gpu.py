@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import hopper
-from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
-from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.flash_attention.mosaic_gpu import MAX_WIDTH
-from kernels_pallas.flash_attention.pipeline import SHARED_MEMORY, TILE
-from kernels_pallas.flash_attention.tiles import LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
+from kernels_pallas.core.attention.key_range import KeyRange
+from kernels_pallas.core.attention.scores import LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
+from kernels_pallas.core.hopper.launch import run_kernel
+from kernels_pallas.core.hopper.memory import MAX_COLUMNS, ROWS, SHARED_MEMORY, TILE, Barriers, SharedBuffer, extent
+from kernels_pallas.core.hopper.warpgroup import Warpgroup
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head, by_token, sinks_by_row
 
@@ -31,8 +30,8 @@ def unsupported_reason(query: Any, value: Any) -> str | None:
     (*_, size, V), H = value.shape, query.shape[-1]
     if query.dtype not in ("bfloat16", "float16") or query.dtype != value.dtype:
         return f"it multiplies bfloat16 and float16, not {query.dtype} and {value.dtype}"
-    if any(width % TILE or not 0 < width <= MAX_WIDTH for width in (H, V)):
-        return f"head widths {H} and {V} are not both multiples of {TILE} up to {MAX_WIDTH}"
+    if any(width % TILE or not 0 < width <= MAX_COLUMNS for width in (H, V)):
+        return f"head widths {H} and {V} are not both multiples of {TILE} up to {MAX_COLUMNS}"
     if size % KEYS:
         return f"pages of {size} tokens are no multiple of {KEYS}"
     return None
@@ -68,7 +67,7 @@ def _sums_of_lanes(
     (Q, T, N, H), (_, K, S, V), (_, M) = query.shape, value.shape, table.shape
     G, R = N // K, T * N // K
     L, blocks = lanes(T, M * S), pl.cdiv(R, ROWS)
-    rows = min(hopper.extent(R, 8), ROWS)  # of a block, those that are loaded and written; others hold anything
+    rows = min(extent(R, 8), ROWS)  # of a block, those that are loaded and written; others hold anything
     query_QKRH = jnp.pad(by_key_head(query, K), [(0, 0), (0, 0), (0, blocks * rows - R), (0, 0)])
     start, end = (
         jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, blocks * ROWS - R)]).reshape(Q, blocks, ROWS) for x in key_range
@@ -170,7 +169,7 @@ def _sums_of_lanes(
             columns = ref["attended"].at[q, lane, k, of_block, pl.ds(c, TILE)]
             warpgroup.tma_store((attended[:, c : c + TILE], ref["attended_tile"], columns))
 
-    return hopper.run(
+    return run_kernel(
         kernel,
         {
             "query": query_QKRH,
@@ -240,7 +239,7 @@ def _joined(sums: list[jax.Array], query: jax.Array, sinks: jax.Array | None) ->
         attended /= warpgroup.broadcast_by_row(jnp.where(total == 0, 1.0, total), TILE)
         warpgroup.tma_store((attended, ref["out_tile"], ref["out"].at[q, k, of_block, columns]))
 
-    (out_QKRV,) = hopper.run(
+    (out_QKRV,) = run_kernel(
         kernel,
         inputs,
         {"out": jax.ShapeDtypeStruct((Q, K, R, V), query.dtype)},

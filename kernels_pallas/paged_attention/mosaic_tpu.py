@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation, launch, target, tuning
-from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.flash_attention.mosaic_tpu import LANES
-from kernels_pallas.flash_attention.tiles import LOG2_E, LOWEST, FlashSettings, dot
+from kernels_pallas.core.attention.key_range import KeyRange
+from kernels_pallas.core.attention.scores import LOG2_E, LOWEST, FlashSettings, dot
+from kernels_pallas.core.tiles import LANES
 from kernels_pallas.paged_attention.costs import one_kernel_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head, by_token, sinks_by_row
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.flash_attention import reference
-from kernels_pallas.flash_attention.key_range import KeyRange
+from kernels_pallas.core.attention import reference
+from kernels_pallas.core.attention.key_range import KeyRange
 
 
 def paged_attention(

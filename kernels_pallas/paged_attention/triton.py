@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation, launch, tuning
-from kernels_pallas.flash_attention.key_range import KeyRange
-from kernels_pallas.flash_attention.tiles import LOG2_E, LOWEST, FlashSettings, dot, tanh_by_exp2
+from kernels_pallas.core.attention.key_range import KeyRange
+from kernels_pallas.core.attention.scores import LOG2_E, LOWEST, FlashSettings, dot, tanh_by_exp2
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head
 

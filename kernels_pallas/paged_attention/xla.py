@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core import target
+from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.products import einsum_in_float32
 from kernels_pallas.core.slopes import soft_capped
-from kernels_pallas.flash_attention.key_range import KeyRange
 
 # XLA computes products of fewer rows, or smaller ones, on a CPU by other kernels, which add up in another order; and
 # where columns do not fill two vectors of AVX2, by kernels that change with the number of rows.

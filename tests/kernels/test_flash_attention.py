@@ -14,17 +14,10 @@ from numerics import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
-from kernels_pallas.core.hopper import SharedBuffer
-from kernels_pallas.flash_attention import (
-    IMPLEMENTATIONS,
-    KeyRange,
-    causal,
-    costs,
-    intersection,
-    packed,
-)
+from kernels_pallas.core.hopper.memory import SharedBuffer
+from kernels_pallas.core.hopper.ring import BlockPipeline, PipelineBlocks
+from kernels_pallas.flash_attention import IMPLEMENTATIONS, KeyRange, causal, costs, intersection, packed
 from kernels_pallas.flash_attention.cases import segments
-from kernels_pallas.flash_attention.pipeline import BlockPipeline, PipelineBlocks
 
 # The kernels for Hopper have no float32.
 IN_FLOAT32 = [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"]

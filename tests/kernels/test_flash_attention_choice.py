@@ -10,13 +10,7 @@ from numerics import drawn
 from test_choice import H200, V5E, kernels
 
 from kernels_pallas import flash_attention
-from kernels_pallas.flash_attention import (
-    causal,
-    cudnn,
-    intersection,
-    sliding_window,
-    union,
-)
+from kernels_pallas.flash_attention import causal, cudnn, intersection, sliding_window, union
 from kernels_pallas.flash_attention.cases import first, segments
 from kernels_pallas.flash_attention.operands import Operands
 

@@ -21,14 +21,7 @@ from jaxlm.lowering.assembly import assemble, compile_to_ptx
 from jaxlm.lowering.kernel_matrix import CHIPS, TPUS
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted, target
-from kernels_pallas.flash_attention import (
-    IMPLEMENTATIONS,
-    causal,
-    intersection,
-    packed,
-    pipeline,
-    sliding_window,
-)
+from kernels_pallas.flash_attention import IMPLEMENTATIONS, causal, intersection, packed, pipeline, sliding_window
 
 
 @ELSEWHERE

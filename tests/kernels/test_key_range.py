@@ -12,6 +12,7 @@ from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
+from kernels_pallas.core.attention.key_range import clipped
 from kernels_pallas.flash_attention import (
     KeyRange,
     blocks,
@@ -25,7 +26,6 @@ from kernels_pallas.flash_attention import (
     union,
 )
 from kernels_pallas.flash_attention.cases import first, segments
-from kernels_pallas.flash_attention.key_range import clipped
 from kernels_pallas.flash_attention.operands import unmasked_scores
 
 IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])

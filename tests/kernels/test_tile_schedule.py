@@ -16,6 +16,7 @@ from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
+from kernels_pallas.core.attention.key_range import clipped
 from kernels_pallas.flash_attention import (
     KeyRange,
     causal,
@@ -25,7 +26,6 @@ from kernels_pallas.flash_attention import (
     sliding_window,
     tile_schedule,
 )
-from kernels_pallas.flash_attention.key_range import clipped
 from kernels_pallas.flash_attention.tile_schedule import PARTS, ScheduledTile
 
 QUERIES, KEYS = 8, 16

@@ -24,7 +24,8 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import gated_activation, rms_norm
-from kernels_pallas.core import hopper, launch, target
+from kernels_pallas.core import launch, target
+from kernels_pallas.core.hopper.warpgroup import Warpgroup
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.flash_attention import causal, flash_attention, intersection, packed, pipeline, sliding_window
 
@@ -170,7 +171,7 @@ def test_a_missing_wait_is_found(monkeypatch):
 
     right = attend()
     assert np.isfinite(right).all()
-    monkeypatch.setattr(hopper.Warpgroup, "wait", lambda *arguments: None)
+    monkeypatch.setattr(Warpgroup, "wait", lambda *arguments: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="EmulationError: .*exits before a (copy|product)"):
         attend()
     jax.clear_caches()

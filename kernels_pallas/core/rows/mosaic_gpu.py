@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
-from kernels_pallas.core import hopper, target
-from kernels_pallas.core.hopper import THREADS, Warpgroup
+from kernels_pallas.core import target
+from kernels_pallas.core.hopper.launch import run_kernel
+from kernels_pallas.core.hopper.memory import THREADS
+from kernels_pallas.core.hopper.warpgroup import Warpgroup
 from kernels_pallas.core.launch import KernelCost, widened
 
 # Of a block, 32 for each thread: with a gradient's operands, scale and sums in float32 and the next row, that is 230 of
@@ -99,7 +101,7 @@ def run(
         for i, total in enumerate(totals):
             ref[f"sum_{i}"].at[program, part][...] = total
 
-    arrays = hopper.run(
+    arrays = run_kernel(
         kernel,
         inputs,
         results,

@@ -1,86 +1,19 @@
-"""The language of kernels for Hopper: the one file that knows the operations of Pallas's Mosaic GPU backend.
-
-A block of the grid is several warpgroups of 128 threads that run one body, share memory and meet at barriers. A value
-is spread over the registers of its warpgroup: a tile in wgmma's layout (PTX ISA, "asynchronous warpgroup level matrix
-instructions"), a vector of its rows or columns in the layout of the tile's reductions.
-
-Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which detects
-races and deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`. Warpgroups are
-threads of JAX's CPU client, and a kernel under `jax.vmap` holds one more. With too few threads, which is refused, they
-might wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
-"""
+"""The operations of a warpgroup on Hopper."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import interpretation
-from kernels_pallas.core.launch import KernelCost, call_warpgroups, differentiated_once, vary
-
-# Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
-ROWS = 64
-SWIZZLE = 128
-# Rows of a swizzled tile.
-_TILE_ROWS = 8
-
-# Of a warpgroup.
-THREADS = 128
+from kernels_pallas.core.hopper.memory import ROWS, AddingTurn
 
 # This name tells axes of grids from those of a mesh of devices.
-_PREFIX = "gpu_"
-_WARPGROUP = "warpgroup"
-_BLOCK = "block"
-_LANES = "lanes"
-
-
-class SharedBuffer(NamedTuple):
-    """An array in shared memory. `tiled`: an operand of products, [..., rows, columns], columns a multiple of 64."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    tiled: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-class Barriers(NamedTuple):
-    """A set of `count` barriers, each of which opens after `arrivals` arrivals, and closes again."""
-
-    count: int
-    arrivals: int = 1
-
-    @property
-    def bytes(self) -> int:
-        return 8 * self.count
-
-
-class AddingTurn(NamedTuple):
-    """A block's turn to add to a sum: a counter, a semaphore in global memory, and how many blocks come before."""
-
-    counter: Any
-    order: jax.Array
-
-
-def extent(length: int, block: int, step: int | None = None) -> int:
-    """Return the length that an array of this length needs along an axis of which blocks are copied whole.
-
-    It is whole tiles and at least a block: beyond an array's end the copy engine reads zeros, and writes nothing. The
-    interpreter needs whole blocks.
-
-    step: blocks begin at multiples of it; of the block where None.
-    """
-    tiles = -(-length // _TILE_ROWS) * _TILE_ROWS
-    if interpretation.current() is not None and length:
-        step = step or block
-        tiles = (length - 1) // step * step + block
-    return max(tiles, block if length else 0)
+PREFIX = "gpu_"
+WARPGROUP = "warpgroup"
+BLOCK = "block"
 
 
 class Warpgroup:
@@ -89,14 +22,14 @@ class Warpgroup:
     def __init__(self, interpret: bool, grid: Mapping[str, int]):
         self.interpret, self._grid = interpret, grid
 
-    def index(self, axis: str = _WARPGROUP) -> jax.Array:
+    def index(self, axis: str = WARPGROUP) -> jax.Array:
         """Return the index of this block along an axis of the grid, or of this warpgroup in its block."""
-        if axis == _WARPGROUP:
-            return jax.lax.axis_index(_PREFIX + axis)
+        if axis == WARPGROUP:
+            return jax.lax.axis_index(PREFIX + axis)
         # CUDA has three axes, of which all but the first are limited to 65,535: all are folded into the first.
         names = list(self._grid)
         before = math.prod(self._grid[name] for name in names[: names.index(axis)])
-        return jax.lax.rem(jax.lax.div(jax.lax.axis_index(_PREFIX + _BLOCK), before), self._grid[axis])
+        return jax.lax.rem(jax.lax.div(jax.lax.axis_index(PREFIX + BLOCK), before), self._grid[axis])
 
     def setmaxnreg(self, count: int, more: bool) -> None:
         """Set the registers per thread to `count`: `more`, or fewer, than at launch."""
@@ -453,146 +386,3 @@ def _held_until(result: jax.Array, operand: jax.Array) -> jax.Array:
     LLVM does not know that an asynchronous product still reads them, and may reuse them for the work in between.
     """
     return jax.lax.optimization_barrier((result, operand))[0]
-
-
-def may_be_zeroed(operand: jax.Array) -> bool:
-    """Return whether outputs of a kernel with this operand may start at zero.
-
-    They are references, and from JAX 0.12 on no kernel takes one that varies over a mesh (shard_map with check_vma).
-    """
-    return not jax.typeof(operand).manual_axis_type.varying
-
-
-def run(
-    body: Callable[[Warpgroup, Mapping[str, Any]], None],
-    operands: Mapping[str, jax.Array],
-    outputs: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    grid: Mapping[str, int],
-    warpgroups: int,
-    shared: Mapping[str, SharedBuffer | Barriers],
-    cost: KernelCost,
-    name: str,
-    counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    zeroed: Collection[str] = (),
-    exact: bool = False,
-) -> list[jax.Array]:
-    """Run a kernel; return its outputs.
-
-    Args:
-      body: the program of each warpgroup of each block, on operands, outputs and shared memory by name.
-      grid: axes and their sizes; the first is the one along which blocks start one after another.
-      shared: arrays and barriers of each block.
-      cost: of the whole call; jaxlm counts it.
-      counters: shapes of counters that all blocks share, which start at 0; see `AddingTurn`.
-      zeroed: the outputs that start at zero, where they may; see `tma_add`. All others hold anything at first.
-      exact: whether exponentials, tanh and quotients are right to the last places of float32, not approximate.
-
-    Inside `interpreted` it runs as plain JAX instead, on any platform.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    operands = dict(zip(operands, vary(*map(jnp.asarray, operands.values())), strict=True))
-    names = list(operands)
-    interpret = interpretation.current() is not None
-    if interpret and len(jax.devices("cpu")) <= warpgroups:
-        raise RuntimeError(
-            f"{name}: interpreted, it needs {warpgroups + 1} CPU devices (JAX_NUM_CPU_DEVICES={warpgroups + 1}): "
-            "warpgroups are their threads, and would wait for one another for ever"
-        )
-    warpgroup = Warpgroup(interpret, grid)
-    varying = jax.typeof(next(iter(operands.values()))).manual_axis_type
-    shapes = {
-        key: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)
-        for key, x in sorted(outputs.items(), key=lambda item: item[0] not in zeroed)
-    }
-
-    @jax.custom_batching.custom_vmap
-    def call(*arrays: jax.Array) -> list[jax.Array]:
-        def kernel(*refs: Any) -> None:
-            named = dict(zip((*names, *shapes), refs, strict=True))
-            if interpret:  # the interpreter has no references; it runs blocks one after another
-
-                @pl.when((jax.lax.axis_index(_PREFIX + _BLOCK) == 0) & (warpgroup.index() == 0))
-                def _() -> None:
-                    for key in zeroed:
-                        named[key][...] = jnp.zeros(named[key].shape, named[key].dtype)
-
-            for key, shape in counters.items():
-                named[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
-            pl.run_scoped(
-                lambda **buffers: body(warpgroup, named | buffers),
-                **{key: _allocation(buffer, interpret) for key, buffer in shared.items()},
-                collective_axes=_PREFIX + _WARPGROUP,
-            )
-
-        results = call_warpgroups(
-            kernel,
-            arrays,
-            list(shapes.values()),
-            zeroed=0 if interpret else len(zeroed),
-            blocks=(_PREFIX + _BLOCK, math.prod(grid.values())),
-            warpgroups=(_PREFIX + _WARPGROUP, warpgroups),
-            cost=cost,
-            name=name,
-            exact=exact,
-        )
-        by_name = dict(zip(shapes, results, strict=True))
-        return [by_name[key] for key in outputs]
-
-    @call.def_vmap
-    def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
-        """Map over one more axis of the grid."""
-        if size == 0:
-            return [jnp.zeros((0, *x.shape), x.dtype) for x in outputs.values()], [True] * len(outputs)
-        axis = f"{_LANES}{len(grid)}"
-        many = {key for key, has in zip(names, in_batched, strict=True) if has} | {*outputs, *counters}
-
-        def lane(warpgroup: Warpgroup, ref: Mapping[str, Any]) -> None:
-            at = warpgroup.index(axis)
-            body(warpgroup, {key: x.at[at] if key in many else x for key, x in ref.items()})
-
-        results = run(
-            lane,
-            dict(zip(names, arrays, strict=True)),
-            {key: jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for key, x in outputs.items()},
-            grid=dict(grid) | {axis: size},
-            warpgroups=warpgroups,
-            shared=shared,
-            counters={key: (size, *shape) for key, shape in counters.items()},
-            zeroed=zeroed,
-            cost=KernelCost(*(size * part for part in cost)),
-            name=name,
-            exact=exact,
-        )
-        return results, [True] * len(results)
-
-    def launched(*arrays: jax.Array) -> list[jax.Array]:
-        return call(*arrays)
-
-    launched.__name__ = name
-    with jax.enable_x64(False):  # indices are 32-bit
-        return differentiated_once(launched)(*operands.values())
-
-
-class _NoCounters:
-    """Counters of an interpreted kernel, whose blocks run one after another."""
-
-    @property
-    def at(self) -> "_NoCounters":
-        return self
-
-    def __getitem__(self, index: Any) -> "_NoCounters":
-        return self
-
-
-def _allocation(buffer: SharedBuffer | Barriers, interpret: bool) -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if isinstance(buffer, Barriers):
-        return plgpu.Barrier(num_arrivals=buffer.arrivals, num_barriers=buffer.count)
-    if not buffer.tiled or interpret:
-        return plgpu.SMEM(buffer.shape, buffer.dtype)
-    columns = SWIZZLE // jnp.dtype(buffer.dtype).itemsize
-    transforms = (plgpu.TilingTransform((_TILE_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE))
-    return plgpu.SMEM(buffer.shape, buffer.dtype, transforms=transforms)

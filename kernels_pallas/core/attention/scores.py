@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.flash_attention.key_range import KeyRange
+from kernels_pallas.core.attention.key_range import KeyRange
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.flash_attention.key_range import KeyRange, clipped
-from kernels_pallas.flash_attention.tiles import LN_2, LOWEST
+from kernels_pallas.core.attention.key_range import KeyRange, clipped
+from kernels_pallas.core.attention.scores import LN_2, LOWEST
 
 
 def flash_attention(

@@ -70,7 +70,7 @@ def test_imports_come_from_floors_below():
 
 
 def test_no_kernel_imports_from_another():
-    """What two of them use is in kernels_pallas.core."""
+    """The parts that two of them use are in kernels_pallas.core."""
     for name in FILES:
         house, _, rest = name.partition(".")
         own = rest.partition(".")[0]

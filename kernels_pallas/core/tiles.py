@@ -1,4 +1,4 @@
-"""What kernels of products share: the precision of a product of two tiles, and a mask of a tile."""
+"""The precision of a product of two tiles, and a mask of a tile, for all kernels of products."""
 
 import jax
 import jax.numpy as jnp

@@ -1,1 +1,1 @@
-"""What all kernels of attention share, whole or paged: masks, the mathematics of scores, and the reference."""
+"""Masks, the mathematics of scores, and the reference, for attention over whole keys and over pages."""

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
-from kernels_pallas.matmul.tiles import precision_of
+from kernels_pallas.core.tiles import precision_of
 from kernels_pallas.quantized_matmul.formats import KINDS, halves, unit_scales
 
 _LEAST = 16  # rows and columns of the smallest tiles that tensor cores multiply

@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_it_uses_every_name():
     assert set(re.findall(r"\bapi\.(\w+)", PROGRAM)) == set(api.__all__)
-    assert len(api.__all__) == 13 and all(getattr(api, name).__doc__ for name in api.__all__)
+    assert len(api.__all__) == 14 and all(getattr(api, name).__doc__ for name in api.__all__)
 
 
 def test_the_first_page_trains_looks_generates_and_compares():

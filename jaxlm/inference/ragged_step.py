@@ -91,16 +91,18 @@ class SlotState(NamedTuple):
         return cls(NextTokens.empty(slots, drafts), history_SL, counts_SV, row_sampling([GREEDY] * slots, 0))
 
 
+REFUSED, ACCEPTED, FORESEEN = 0, 1, 2
+
+
 class DrawResults(NamedTuple):
     """The results of a draw.
 
-    `drawn`: of each row. `is_accepted_Q`: whether the token belongs to the row's sequence: the row was read, and all
-    drafts up to it were drawn in their places. `is_foreseen_Q`: whether the token equals the draft after the row.
+    `drawn`: of each row. `accepted_Q`: int8, `REFUSED` where the row was not read or a draft up to it was not drawn in
+    its place; otherwise the token is the next of its sequence, `FORESEEN` where it equals the draft after the row.
     """
 
     drawn: Drawn
-    is_accepted_Q: jax.Array
-    is_foreseen_Q: jax.Array
+    accepted_Q: jax.Array
 
 
 class StepResults(NamedTuple):
@@ -211,6 +213,7 @@ def draw(
     drawn = sample(logits_QV, how, position_Q, valid_V, counts, allowed_QW)
     is_accepted_Q = accepted(token_Q, is_read_Q | ~is_run_Q, rows.draft_Q, drawn.token, drafts)
     is_foreseen_Q = drawn.token == drafts_after(state.upcoming.draft_SK, slot_Q, rows.draft_Q)
+    accepted_Q = jnp.where(is_accepted_Q, jnp.where(is_foreseen_Q, FORESEEN, ACCEPTED), REFUSED).astype(jnp.int8)
     # A row that is not accepted writes to no slot, and of a run the last row that is accepted says how it goes on.
     none = len(state.counts_SV)
     slot_Q = jnp.where(is_accepted_Q, slot_Q, none)
@@ -227,7 +230,7 @@ def draw(
             draft_SK = look_up(history_SL, length_S, drafts)
     counts_SV = constrain(count_drawn(counts_SV, slot_Q, drawn.token), "batch", None)
     upcoming = NextTokens(last_S, length_S, draft_SK)
-    return SlotState(upcoming, history_SL, counts_SV, state.how), DrawResults(drawn, is_accepted_Q, is_foreseen_Q)
+    return SlotState(upcoming, history_SL, counts_SV, state.how), DrawResults(drawn, accepted_Q)
 
 
 def _no_scores(rows: int, vocabulary: int) -> tuple[jax.Array, ...]:

@@ -16,7 +16,7 @@ from jaxlm.inference.draft_model import Drafter, DraftModel
 from jaxlm.inference.generation import Chunk, Token
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.programs import EnginePrograms, compiled_draw, compiled_gather, compiled_step
-from jaxlm.inference.ragged_step import Batch, DrawResults, DrawRows, StepResults
+from jaxlm.inference.ragged_step import FORESEEN, REFUSED, Batch, DrawResults, DrawRows, StepResults
 from jaxlm.inference.requests import GREEDY, BarredTokens, Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import ShardPlan, StepPlan
@@ -244,9 +244,11 @@ class Runner:
         for index, shard in enumerate(step.plan.shards):
             first = index * step.shape.decode
             for generation, rows in shard.rows_of_draws():
-                accepted = [row for row in range(first + rows.start, first + rows.stop) if draws.is_accepted_Q[row]]
+                accepted = [
+                    row for row in range(first + rows.start, first + rows.stop) if draws.accepted_Q[row] != REFUSED
+                ]
                 tokens[generation.id] = [_token(draws.drawn, row) for row in accepted]
-                if accepted and draws.is_foreseen_Q[accepted[-1]]:
+                if accepted and draws.accepted_Q[accepted[-1]] == FORESEEN:
                     foreseen.add(generation.id)
                 if hidden_QD is not None:
                     hidden[generation.id] = hidden_QD[accepted]

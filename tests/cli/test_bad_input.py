@@ -267,7 +267,7 @@ FOLDERS = {
         "generate run --prompt a training.seed=1",
         [
             "training.seed changes nothing here",
-            "model, mesh, execution.dtype, execution.kernels, inference.sequences",
+            "model, mesh, execution.dtype, execution.kernels, execution.quantize",
             "leave it out",
         ],
     ),

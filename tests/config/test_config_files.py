@@ -57,7 +57,8 @@ def test_a_resolved_file_holds_every_key():
     written = flat(config.tomllib.loads(load(SMALL).to_toml()))
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
     # None cannot be written.
-    records = {"records.wandb_project", "records.norms_every", "inference.cache_memory", "inference.context"}
+    records = {"records.wandb_project", "records.norms_every"}
+    records |= {f"inference.{name}" for name in ("cache_memory", "context", "speculate")}
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
     kinds = ("chat", "preferences", "chat_template", "validation")

@@ -109,7 +109,7 @@ def test_shards_exchange_nothing_in_a_step_and_tokens_in_a_draw(sizes):
     whole = [("all-gather", ("tensor",), sharded.slots * sharded.model.vocab_size)] if len(sizes) > 2 else []
     assert [each for each in exchanges if each[1] == ("tensor",)] == whole  # the logits, once
     over_shards = [(kind, elements) for kind, axes, elements in exchanges if axes != ("tensor",)]
-    assert {kind for kind, _ in over_shards} <= {"all-gather", "all-reduce"} and len(over_shards) <= 4
+    assert {kind for kind, _ in over_shards} <= {"all-gather", "all-reduce"} and len(over_shards) <= 5  # an array each
     assert max(elements for _, elements in over_shards) <= 20 * shards * sharded.slots
     assert shards * page_elements(sharded, cache) == page_elements(alone, cache._replace(counts=(24,)))
 

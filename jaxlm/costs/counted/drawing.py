@@ -64,8 +64,8 @@ def logits_bytes(work: Workload) -> tuple[int, int]:
 def drawn_bytes(work: Workload) -> int:
     """Return the bytes of the drawn tokens and log-probabilities of all shards, which each device gets."""
     likeliest = min(MAX_LOGPROBS, work.model.vocab_size)
-    # Ids and log-probabilities, and two booleans of drafts.
-    return work.batch_shards * work.draws() * (2 * 4 * (1 + likeliest) + 2)
+    # Ids and log-probabilities, and whether drafts are accepted.
+    return work.batch_shards * work.draws() * (2 * 4 * (1 + likeliest) + 1)
 
 
 def slots_bytes(work: Workload) -> int:

@@ -108,7 +108,7 @@ def test_a_file_that_is_not_there_or_not_one_of_cases(tmp_path):
     case = 'id = "a"\nof = "flops"\nquantity = "a"\nunit = "a"\nsource = "a"\nchecked = "read"\n'
     wrong = {
         "": "case",
-        "[[case]]\nid = 'a'": "of: Field required",
+        "[[case]]\nid = 'a'": "of: field required",
         f"[[case]]\n{case}": "needs figure or not_expressed",
         f"[[case]]\n{case}figure = 'mfu'": "one number is published",
         f"[[case]]\n{case}figure = 'mfu'\npublished = 1.0\ntolerance = 0.1": "because is missing",

@@ -282,7 +282,7 @@ def test_another_file_of_runs_is_checked_by_the_same_rules(tmp_path, capsys):
 def test_a_file_that_is_not_there_or_not_one_of_runs(tmp_path):
     with pytest.raises(InputError, match="there is no file .* of measured runs"):
         read_runs(tmp_path / "none.json")
-    wrong = {"": "JSONDecodeError", "{}": "KeyError", '{"runs": [{"id": "a"}]}': "kind: Field required"}
+    wrong = {"": "JSONDecodeError", "{}": "KeyError", '{"runs": [{"id": "a"}]}': "kind: field required"}
     for text, says in wrong.items():
         (tmp_path / "runs.json").write_text(text)
         with pytest.raises(InputError, match=says):

@@ -94,6 +94,7 @@ def test_the_program_runs(tmp_path):
     assert re.fullmatch(r"1 \(1, \d+, 512\)", shapes)
     assert "llama" in done.stdout.splitlines() and (tmp_path / "runs/published/model.safetensors").exists()
     assert (tmp_path / "runs" / "example" / "sample.txt").exists()
-    states = [("runs/imported", "imported", 0), ("runs/example", "finished", 4)]
+    folders = ("runs/int8", "runs/imported")
+    states = [*((folder, "imported", 0) for folder in folders), ("runs/example", "finished", 4)]
     assert done.stdout.splitlines()[-3:-1] == [str(states), "{}"]
     assert 0 < float(done.stdout.splitlines()[-1]) < 1

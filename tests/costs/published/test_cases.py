@@ -1,5 +1,6 @@
 """The cost model against published figures: the file gives a reason for every miss."""
 
+import itertools
 import json
 import re
 import tomllib
@@ -80,8 +81,10 @@ def test_the_command_as_json(capsys):
 
 def test_the_command_as_a_table(capsys):
     assert main(["plan", "--check", str(PUBLISHED)]) == 0
-    printed = capsys.readouterr().out
-    assert all(row.case.id in printed for row in [*CLOSED, *large_misses(ROWS)])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    folded = {words[0] + after[0] for words, after in itertools.pairwise(lines) if words and len(after) == 1}
+    named = {words[0] for words in lines if words} | folded
+    assert named >= {row.case.id for row in [*CLOSED, *large_misses(ROWS)]}
 
 
 @pytest.mark.parametrize(

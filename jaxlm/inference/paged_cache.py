@@ -120,7 +120,7 @@ def _with_tokens(slot: Slot, entry: tuple, tokens: Any) -> tuple:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "tables", "position_R"],
-    meta_fields=["layout", "rows"],
+    meta_fields=["layout", "rows", "drafts"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
@@ -130,7 +130,7 @@ class PagedCache:
     sequence, −1 for a row of padding, which writes to page 0. `rows`: of each sequence in a section. In a section with
     several rows, the rows of a sequence follow one another from a multiple of their number on, so that they lie in one
     page; rows of padding at the end may write entries that nobody reads. Runs of one sequence in such a section come in
-    order.
+    order. `drafts`: the rows before a row that may write to its page, in a section of one row.
     """
 
     arrays: Arrays
@@ -138,6 +138,7 @@ class PagedCache:
     position_R: jax.Array
     layout: PageLayout
     rows: tuple[int, ...]
+    drafts: int = 0
 
     def layer(self, entry: str, index: jax.Array | int) -> "PagedLayer":
         """Return the cache of the one layer of an entry."""
@@ -151,6 +152,7 @@ class PagedCache:
             position_R=self.position_R,
             key_range=KeyRange(empty, empty),
             size=self.layout.size,
+            drafts=self.drafts,
             tokens_last=frozenset(name for name, slot in paged.slots if slot.tokens_last),
         )
 
@@ -173,7 +175,7 @@ class PagedCache:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pages", "states", "of_tokens", "of_states", "position_R", "key_range"],
-    meta_fields=["size", "tokens_last"],
+    meta_fields=["size", "drafts", "tokens_last"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
@@ -181,7 +183,7 @@ class PagedLayer:
 
     `pages`: of tokens, by slot. `states`: by slot, [P, *shape], one in each page. `of_tokens`, `of_states`: the
     sections of the rows, with their pages of tokens and of states. `size`: tokens of a page. `tokens_last`: the slots
-    whose pages have the axis of tokens last.
+    whose pages have the axis of tokens last. `drafts`: as `PagedCache` has it.
     """
 
     pages: dict[str, jax.Array]
@@ -191,6 +193,7 @@ class PagedLayer:
     position_R: jax.Array
     key_range: KeyRange
     size: int
+    drafts: int
     tokens_last: frozenset[str]
 
     def update(self, rows: RowContext, **new: jax.Array) -> "PagedLayer":
@@ -241,7 +244,11 @@ class PagedLayer:
                 return jax.lax.dynamic_update_slice(pages, part[q][None], start)
 
             if section.rows == 1 and at_once:
-                pages = _in_whole_pages(pages, part, jnp.where(first_Q < 0, len(pages), page_Q), at_Q, tokens)
+                # Rows of drafts may lie in one page, which a scatter writes once: one after the other.
+                none, before_Q = len(pages), _before_in_page(page_Q, first_Q, self.drafts)
+                for before in range(1 + self.drafts):
+                    written_Q = jnp.where((first_Q >= 0) & (before_Q == before), page_Q, none)
+                    pages = _in_whole_pages(pages, part, written_Q, at_Q, tokens)
             else:
                 pages = jax.lax.fori_loop(0, len(page_Q), write, pages)
             at += len(page_Q) * section.rows
@@ -294,6 +301,15 @@ def _in_whole_pages(pages: jax.Array, new: jax.Array, page_Q: jax.Array, at_Q: j
     of_page = [1] * (pages.ndim - 1)
     is_new = jax.lax.broadcasted_iota(jnp.int32, (1, *pages.shape[1:]), tokens) == at_Q.reshape(-1, *of_page)
     return pages.at[page_Q].set(jnp.where(is_new, new, pages[page_Q]), mode="drop")
+
+
+def _before_in_page(page_Q: jax.Array, position_Q: jax.Array, most: int) -> jax.Array:
+    """Return how many of at most so many rows before each one write to its page, int32 [Q]."""
+    before_Q = jnp.zeros_like(page_Q)
+    for back in range(1, most + 1):
+        is_same_Q = (page_Q == jnp.roll(page_Q, back)) & (jnp.roll(position_Q, back) == position_Q - back)
+        before_Q += is_same_Q & (jnp.arange(len(page_Q)) >= back)
+    return before_Q
 
 
 class _Runs(NamedTuple):

@@ -149,7 +149,7 @@ def ragged_step(
     position_R1 = jnp.maximum(position_R, 0)[:, None]
     end_R1 = jnp.where(is_row_R[:, None], position_R1 + 1, 0)
     rows = (1, shape.tile) if shape.tiles else (1,)
-    cache = PagedCache(pages, batch.tables, position_R, layout, rows)
+    cache = PagedCache(pages, batch.tables, position_R, layout, rows, upcoming.draft_SK.shape[1])
     hidden_R1D, cache, _ = module.hidden(
         token_R[:, None],
         position_R1,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from engine_fixtures import SMALL, check_pages
 
 from jaxlm import api
 from jaxlm.core.errors import InputError
-from jaxlm.inference import speculation
+from jaxlm.inference import paged_cache, speculation
 from jaxlm.inference.acceptance import Acceptance, DraftWorth
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.engine import Engine
@@ -167,6 +168,18 @@ def test_texts_are_the_same_where_pages_are_few_and_on_shards(stories, plain):
     engine = engine_of(stories, "ngram:3", meshes.make(2), cache_bytes=600_000)
     assert served(engine, asked(stories, 14))[0] == plain[0]
     assert engine.runner.programs.shards == 2
+
+
+def test_drafts_in_one_page_are_all_written_where_pages_are_scattered_whole(stories, plain, monkeypatch):
+    """As on a TPU, which writes the pages of all rows at once."""
+    monkeypatch.setattr(paged_cache, "target", SimpleNamespace(platform=lambda: "tpu"))
+    monkeypatch.setattr(DraftWorth, "of", lambda *_: 0.3)
+    engine = engine_of(stories, "itself:2")  # compiled for no other test
+    found, _ = served(engine, asked(stories, 14)[:4])
+    assert [[token[0] for token in text] for text in found] == [[token[0] for token in text] for text in plain[0][:4]]
+    assert engine.accepted > 20
+    before = paged_cache._before_in_page(jnp.array([3, 3, 3, 4, 4, 0, 0, 7]), jnp.array([5, 6, 7, 8, 9, -1, -1, 2]), 3)
+    assert before.tolist() == [0, 1, 2, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.exhaustive

@@ -35,7 +35,7 @@ from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
 
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
-OperationKind = PassKind | Literal["copy", "draw"]
+OperationKind = PassKind | Literal["copy", "draw", "weights"]
 
 
 class KernelPass(NamedTuple):
@@ -67,8 +67,9 @@ class Operation(NamedTuple):
     `flops` are those of its product; `elementwise` are its other FLOPs. `least_bytes` and `most_bytes` bracket what one
     run moves to and from memory. `kernel`: a kernel of kernels_pallas, or a product in one; all operations of a scope
     together are what the kernel declares. `visible`: the fraction of attention's scores that masks leave; a kernel
-    skips the others. `kind`: of a pass; `copy` into or out of the stacks of a loop, `draw` of a token. `groups`: of
-    rows with a matrix each, if it is such a product.
+    skips the others. `kind`: of a pass; `copy` into or out of the stacks of a loop, `draw` of a token,
+    `weights`: a kernel's product with a matrix of parameters. `groups`: of rows with a matrix each, if it is such a
+    product.
     """
 
     scope: str
@@ -233,7 +234,8 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
     least, most = declared.bytes, declared.bytes + declared.unfused
     times = use.times * declared.times
     groups = None if declared.groups is None else RowGroups(declared.groups, declared.product.m)
-    return Operation(scope, "forward", times, declared.product, least, most, visible=declared.visible, groups=groups)
+    kind: OperationKind = "pass" if declared.weight is None or device.cost(use).kernel is None else "weights"
+    return Operation(scope, "forward", times, declared.product, least, most, 0, None, declared.visible, kind, groups)
 
 
 def _in_kernel(declared: KernelCost, products: Sequence[Operation], kernel: KernelPass) -> Iterator[Operation]:

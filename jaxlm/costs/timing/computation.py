@@ -112,7 +112,8 @@ def as_run(ops: list[Operation], work: Workload, stack: Stack) -> list[Operation
 
 
 def _is_attention(op: Operation) -> bool:
-    return op.product is not None and (op.visible is not None or (bool(op.kernel) and op.groups is None))
+    is_kernel = bool(op.kernel) and op.kind != "weights"
+    return op.product is not None and (op.visible is not None or (is_kernel and op.groups is None))
 
 
 def _is_scored_again(op: Operation) -> bool:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 
-MAX_GRAMMAR_BYTES = 128 << 10
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_REGEX_BYTES = 2 << 10  # some take the library a time that grows with the square of their length
 _KEPT = 64  # compiled grammars
 _SHOWN = 300  # characters of the library's message
 
@@ -65,7 +66,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, _Compiled | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, grammar: Grammar) -> None:
@@ -94,13 +95,18 @@ class Grammars:
         with self._lock:
             if (compiled := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-                return compiled
-        tokenizer = self._library_tokenizer
-        compiled = _Compiled.of(grammar, tokenizer, self._vocab_size)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+        if compiled is None:
+            tokenizer, known_W = self._library_tokenizer, _bits(np.flatnonzero(self._has_token_V), self._vocab_size)
+            try:
+                compiled = _Compiled.of(grammar, tokenizer, self._vocab_size, known_W)
+            except GrammarError as error:
+                compiled = error
+            with self._lock:
+                self._compiled[grammar] = compiled
+                while len(self._compiled) > _KEPT:
+                    self._compiled.popitem(last=False)
+        if isinstance(compiled, GrammarError):
+            raise GrammarError(str(compiled))  # an error keeps where it was raised
         return compiled
 
     @cached_property
@@ -131,7 +137,7 @@ class Matcher:
 
     def __init__(self, compiled: "_Compiled", vocab_size: int, stop_token_ids: Collection[int], min_tokens: int):
         self._matcher, self._vocab_size, self._min_tokens = compiled.matcher.deep_copy(), vocab_size, min_tokens
-        self._stops_W, self._count = _bits(stop_token_ids, vocab_size), 0
+        self._stops_W, self._known_W, self._count = _bits(stop_token_ids, vocab_size), compiled.known_W, 0
         self.has_ended, self.error = False, None
         self.allowed_W = compiled.first_W
         self._allow(compiled.first_W, compiled.is_accepting)
@@ -145,7 +151,7 @@ class Matcher:
         if self._matcher.is_accepting() and self._matcher.is_stopped():
             self._allow(np.zeros_like(self._stops_W), is_accepting=True)
             return
-        following_W = _following(self._matcher, self._vocab_size)
+        following_W = _following(self._matcher, self._vocab_size) & self._known_W
         if self._matcher.is_error():
             self._fail(_message(self._matcher))
         else:
@@ -167,19 +173,24 @@ class Matcher:
 
 
 class _Compiled(NamedTuple):
-    """A grammar at the beginning of a text. `first_W`: the ids that may begin it, as `Matcher` has them."""
+    """A grammar at the beginning of a text. `first_W`: the ids that may begin it, and `known_W`, those that have a
+    token, as `Matcher` has them."""
 
     matcher: "llguidance.LLMatcher"
     first_W: np.ndarray
     is_accepting: bool
+    known_W: np.ndarray
 
     @classmethod
-    def of(cls, grammar: Grammar, tokenizer: "llguidance.LLTokenizer", vocab_size: int) -> "_Compiled":
+    def of(
+        cls, grammar: Grammar, tokenizer: "llguidance.LLTokenizer", vocab_size: int, known_W: np.ndarray
+    ) -> "_Compiled":
         import llguidance
 
         name = _NAMES[grammar.kind]
-        if (size := len((grammar.text + grammar.around).encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"{name} of {size:,} bytes is longer than {MAX_GRAMMAR_BYTES:,}; shorten it")
+        most = MAX_REGEX_BYTES if grammar.kind == "regex" else MAX_GRAMMAR_BYTES
+        if (size := len((grammar.text + grammar.around).encode("utf-8", "surrogatepass"))) > most:
+            raise GrammarError(f"{name} of {size:,} bytes is longer than {most:,}; shorten it")
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         try:
             matcher = llguidance.LLMatcher(tokenizer, _rules(grammar), log_level=0, limits=limits)
@@ -187,12 +198,12 @@ class _Compiled(NamedTuple):
             raise GrammarError(f"{name} cannot be read: {_in_one_line(str(error))}") from None
         if matcher.is_error():
             raise GrammarError(f"{name} cannot be used: {_message(matcher)}")
-        first_W = _following(matcher, vocab_size)
+        first_W = _following(matcher, vocab_size) & known_W
         if matcher.is_error():
             raise GrammarError(f"{name} cannot be used: {_message(matcher)}")
         if not first_W.any():
             raise GrammarError(f"{name} cannot be used: no text of this model's tokens fits it but maybe the empty one")
-        return cls(matcher, first_W, matcher.is_accepting())
+        return cls(matcher, first_W, matcher.is_accepting(), known_W)
 
 
 _NAMES = {

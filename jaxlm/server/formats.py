@@ -66,8 +66,8 @@ class StructuredOutputs(RequestBody):
         forms = {name: value for name, value in self.model_dump(by_alias=True).items() if value is not None}
         if len(forms) != 1:
             raise Refusal(
-                f"structured_outputs has {', '.join(forms) or 'nothing'}; give one of json, regex, choice, grammar, "
-                "json_object",
+                f"structured_outputs has {', '.join(forms) or 'nothing'}; give only one of json, regex, choice, "
+                "grammar, json_object",
                 param="structured_outputs",
             )
         ((name, value),) = forms.items()
@@ -77,7 +77,8 @@ class StructuredOutputs(RequestBody):
             case "regex":
                 return Grammar("regex", value)
             case "choice":
-                return Grammar("lark", f"start: {' | '.join(json.dumps(each) for each in value)}")
+                # One terminal: the library has a limit for the rules that a text may be in at once.
+                return Grammar("lark", f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(each) for each in value)}")
             case "grammar":
                 return Grammar("lark", value)
         return Grammar("json_object")

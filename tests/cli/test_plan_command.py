@@ -216,7 +216,8 @@ def test_a_search_keeps_latents_alone_too_and_what_the_configuration_lists(tmp_p
     latents, full = rows.pop(("latent",)), rows.pop("full")
     assert rows.keys() == {"none", ("latent", "query", "key", "value", "up", "gate"), ("query", "up")}
     assert latents["time_s"]["expected"] < full["time_s"]["expected"]
-    assert latents["memory_bytes_per_device"]["total"] > full["memory_bytes_per_device"]["total"]
+    least = min(row["memory_bytes_per_device"]["total"] for row in rows.values())
+    assert latents["memory_bytes_per_device"]["total"] < least
 
 
 def test_of_all_devices_those_that_do_not_divide_the_model_hold_copies(capsys):

@@ -240,7 +240,7 @@ def test_penalties_and_filters_keep_their_meaning(roomy, tokenizer):
         (Grammar("json_schema", '{"not": {"type": "null"}}'), 'Unimplemented keys: ["not"]'),
         (Grammar("json_schema", '{"$ref": "https://example.org/s"}'), "is not present in a registry"),
         (Grammar("json_schema", '{"type": "array", "items":' * 300 + "{}" + "}" * 300), "recursion limit"),
-        (Grammar("regex", "a" * 200_000), "of 200,000 bytes is longer than 131,072"),
+        (Grammar("regex", "a" * 200_000), "of 200,000 bytes is longer than 2,048"),
         (Grammar("regex", "\ud83d"), "surrogates not allowed"),
     ],
     ids=str,

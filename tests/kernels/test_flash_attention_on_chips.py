@@ -21,7 +21,8 @@ from jaxlm.lowering.assembly import assemble, compile_to_ptx
 from jaxlm.lowering.kernel_matrix import CHIPS, TPUS
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted, target
-from kernels_pallas.flash_attention import IMPLEMENTATIONS, causal, intersection, packed, pipeline, sliding_window
+from kernels_pallas.core.hopper import ring
+from kernels_pallas.flash_attention import IMPLEMENTATIONS, causal, intersection, packed, sliding_window
 
 
 @ELSEWHERE
@@ -325,7 +326,7 @@ def test_the_hopper_kernels_fit_shared_memory(widths, calls):
 
 
 def test_more_shared_memory_than_there_is_does_not_pass(constant):
-    constant(pipeline, "SHARED_MEMORY", 400_000)
+    constant(ring, "SHARED_MEMORY", 400_000)
     with pytest.raises(ValueError, match="exceeds available shared memory"):
         _hopper_calls((128, 128))
 

@@ -41,7 +41,7 @@ COMPLETIONS = [
     ({"stop": 5}, "stop", "a text, or a list of at most 16 texts"),
     ({"stop": ["a"] * 17}, "stop", "a text, or a list of at most 16 texts"),
     ({"suffix": "after"}, "suffix", "fill no gaps"),
-    ({"structured_outputs": {}}, "structured_outputs", "has nothing; give one of json, regex"),
+    ({"structured_outputs": {}}, "structured_outputs", "has nothing; give only one of json, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
     ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "did you mean 'regex'?"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),

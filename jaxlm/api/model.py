@@ -68,6 +68,7 @@ class LoadedModel:
         self._given_template = chat_template
         self.settings = engine or experiment.inference.settings()
         self._engine: Engine | None = None
+        self._longest = experiment.model.context_length  # that its draft model has too
         self._step: int | None = None
         self._checkpoint, self._average, self._dtype = checkpoint, average, dtype
         self._workload: Kind = workload
@@ -305,7 +306,8 @@ class LoadedModel:
         may_grow = self.settings.context is None and self.settings.cache_bytes is None
         if may_grow and self._engine.longest < min(tokens, self.config.context_length):
             self._engine = None  # its memory is free before another takes some
-            self._engine = self._new_engine(replace(self.settings, context=1 << (tokens - 1).bit_length()))
+            context = min(1 << (tokens - 1).bit_length(), self._longest)
+            self._engine = self._new_engine(replace(self.settings, context=context))
         return self._engine
 
     def set_engine(self, settings: "EngineSettings") -> None:
@@ -360,6 +362,7 @@ class LoadedModel:
             raise InputError(
                 f"{draft.source} has other tokens than {self.source}, and its drafts would be none of them"
             )
+        self._longest = min(self._longest, draft.config.context_length)
         return DraftModel(draft.config, draft.parameters, draft.quantization)
 
     def evaluate(

@@ -22,6 +22,7 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.grammar import Grammar, GrammarError, Grammars, json_rule
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.models import tree
+from jaxlm.server.formats import StructuredOutputs
 
 # Tokens across the borders of a grammar's parts, and parts of characters.
 MERGES = [("{", '"'), ('"', ":"), ('"', ","), ('"', "}"), ("}", "}"), ("0", "0"), ("t", "r"), ("tr", "u"), ("Ã", "©")]
@@ -335,3 +336,20 @@ def test_a_tokens_bytes_are_those_of_its_text(tokenizer, text):
         content += tokenizer.bytes_of(token)
         matcher.accept(token)
         assert text.encode().startswith(content) and not matcher.error
+
+
+def test_an_id_without_a_token_is_never_allowed(tokenizer):
+    """A model may have rows for more ids than its tokenizer has tokens; no text of tokens has one."""
+    held = Grammars(tokenizer, tokenizer.vocab_size + 8)
+    for _ in range(2):  # also where it is known that the grammar cannot be used
+        with pytest.raises(GrammarError, match="no text of this model's tokens fits it"):
+            held.check(Grammar("lark", f"start: <[{tokenizer.vocab_size + 3}]>"))
+
+
+def test_one_of_very_many_choices_can_be_followed(tokenizer):
+    held = Grammars(tokenizer, VOCABULARY)
+    choices = [f"a{n}" for n in range(2500)]
+    matcher = held.matcher(StructuredOutputs(choice=choices).held)
+    for token in tokenizer.encode("a249"):
+        matcher.accept(token)
+    assert matcher.error is None and not matcher.has_ended

@@ -209,7 +209,8 @@ def test_every_kernel_asks(name, implementation):
     with tuning.trying({}) as asked:
         text = str(jax.make_jaxpr(run)(inputs, others))
     launched = set(re.findall(rf"name=({name}\w*)", text))
-    assert len(launched) >= (2 if inputs else 1) and {kernel.name for kernel in asked} == launched
+    least = 2 if inputs and not operation.gradients_by_xla else 1
+    assert len(launched) >= least and {kernel.name for kernel in asked} == launched
 
 
 @pytest.mark.parametrize("implementation", sampled(["triton", "mosaic_tpu"], ["mosaic_tpu"]))

@@ -35,9 +35,10 @@ def _print(name: str, what: str) -> None:
 
 
 def show_whole(results: dict[str, Any], file: Path) -> None:
-    """Print a last line: the chip's measured ceilings and the path of the results."""
+    """Print last lines: the chip's measured ceilings and the path of the results."""
     limits = results["ceilings"]
     print(
         f"copy {limits['copy_bytes_per_s'] / 1e9:.1f} GB/s, {limits['matmul_dtype']} matmul "
-        f"{limits['matmul_flops_per_s'] / 1e12:.2f} TFLOP/s; wrote {file}"
+        f"{limits['matmul_flops_per_s'] / 1e12:.2f} TFLOP/s"
     )
+    print(f"wrote {file}")

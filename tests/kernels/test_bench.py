@@ -39,7 +39,7 @@ def test_alone(tmp_path, monkeypatch, capsys):
         assert row["of_matmul"] == row["flops"] / row["seconds"] / 1e11
         assert row["of_bound"] == pytest.approx(max(row["of_copy"], row["of_matmul"]))
     said = capsys.readouterr().out
-    assert said.count("\n") == len(rows) + 1
+    assert said.count("\n") == len(rows) + 2
     assert "of copy" not in said and "of matmul" in said  # small cases stay in caches
 
 

@@ -258,6 +258,7 @@ def plan(
     from jaxlm.costs.stack import JAXLM
 
     check_quantized(experiment, workload)
+    experiment.inference.check_counted(workload)
     order = PlanOrder.of(objective, budget, deadline, workload)
     return rank(experiment, on, mesh, workload, fixed, order, chip, stack or JAXLM)
 
@@ -295,6 +296,7 @@ def plan_serving(
     from jaxlm.costs.deployment import Demand, deployments
     from jaxlm.costs.stack import JAXLM
 
+    experiment.inference.check_counted("serve")
     return deployments(experiment, on, Demand(prompt, output, ttft, tpot, rate), objective, chip, stack or JAXLM)
 
 
@@ -336,6 +338,7 @@ def compile(
     from jaxlm.parallel.mesh import make_mesh
 
     check_quantized(experiment, workload)
+    experiment.inference.check_counted(workload)
     if fit and workload != "train":
         raise InputError(f"--fit varies microbatches and rematerialisation, which {workload} does not have")
     target = Target.parse(on, chip)

@@ -28,7 +28,8 @@ class DecodeSpeed(NamedTuple):
       tokens_per_step, rows_per_step: of a sequence, the mean tokens that are drawn and rows that are read, a row of
         each draft; 1 without drafts.
       counted_speed_up: with drafts, by how much they raise the tokens in a second, if steps take the time to read their
-        bytes: a draft reads the sequence's keys and values once more. 1 without drafts.
+        bytes: a draft reads the sequence's keys and values once more. What a draft model reads is not counted. 1
+        without drafts.
     """
 
     rows: int

@@ -316,13 +316,13 @@ class LoadedModel:
 
     def decode_work(self, sequence: int, batch: int | None = None) -> "Workload":
         """Return the decoding step of the engine for costs, of `batch` sequences (one on each shard of a batch) that
-        hold so many tokens."""
+        hold so many tokens, without drafts."""
         from jaxlm.costs.workload import Workload
         from jaxlm.parallel.layout import Layout
 
         work = Workload.of(self.experiment, Layout(**self.mesh.shape), "decode")
         work = work.with_execution(dtype=str(self.engine().runner.programs.dtype))
-        return replace(work, batch=batch or work.batch_shards, sequence=sequence)
+        return replace(work, batch=batch or work.batch_shards, sequence=sequence, drafts=0, acceptance=0.0)
 
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
         from jaxlm.inference.engine import Engine

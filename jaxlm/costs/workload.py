@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxlm import config
 from jaxlm.config import Experiment
-from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import parameters
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
 from jaxlm.costs.hardware.chips import Chip
@@ -138,16 +137,12 @@ class Workload:
         return work
 
     def _speculating(self, inference: InferenceConfig) -> "Workload":
-        """Return a decoding step with the drafts that [inference] says. Raises InputError for those of a model."""
-        if inference.speculate is None:
+        """Return a decoding step with the drafts that [inference] says, which are looked up: those of a model are not
+        counted (`InferenceConfig.check_counted`)."""
+        drafts = inference.speculate and Speculation.parse(inference.speculate)
+        if not drafts or drafts.source != LOOK_UP:
             return self
-        source, drafts = Speculation.parse(inference.speculate)
-        if source != LOOK_UP:
-            raise InputError(
-                f"inference.speculate = {inference.speculate}: a plan does not count the steps of a draft model; give "
-                f"inference.speculate={LOOK_UP}:{drafts}, or none"
-            )
-        return replace(self, drafts=drafts, acceptance=inference.acceptance)
+        return replace(self, drafts=drafts.drafts, acceptance=inference.acceptance)
 
     @property
     def tokens_per_sequence(self) -> float:

@@ -46,6 +46,7 @@ def propose(
     slots, drafts = upcoming.draft_SK.shape
     N, position_N = len(rows.slot_N), upcoming.length_S[rows.slot_N] - 1
     is_row_N = rows.slot_N < slots - 1
+    alone = upcoming._replace(draft_SK=upcoming.draft_SK[:, :0])  # a row of each sequence, so that no page has two
     none, zeros = jnp.zeros(0, jnp.int32), jnp.zeros(N, jnp.int32)
     how = jax.tree.map(lambda x: x[rows.slot_N], how)._replace(logprobs=jnp.full(N, -1))
     token_N, drawn = upcoming.last_S[rows.slot_N], []
@@ -64,7 +65,7 @@ def propose(
             target_R=none,
             is_ranked_R=none,
         )
-        pages, results = ragged_step(module, layout, StepShape(N, 0, TILE), pages, upcoming, batch, valid_V)
+        pages, results = ragged_step(module, layout, StepShape(N, 0, TILE), pages, alone, batch, valid_V)
         token_N = sample(results.logits_QV, how, position_N + draft + 1, valid_V).token
         drawn.append(token_N)
     return pages, upcoming.draft_SK.at[rows.slot_N].set(jnp.stack(drawn, axis=1))

@@ -1,11 +1,14 @@
 """Drafts in plans of decoding: rows that are paid, and tokens that are expected."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxlm import api
 from jaxlm.core.bundled import configurations
 from jaxlm.core.errors import InputError
 
+STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SIZES = ["inference.sequences=4", "inference.length=64", "model.num_layers=1", "execution.dtype=bfloat16"]
 
 
@@ -30,9 +33,21 @@ def test_a_draft_is_a_row_and_a_token_with_the_probability_of_those_before():
     assert planned("inference.speculate=ngram:4", "inference.acceptance=0").tokens_per_s < plain.tokens_per_s
 
 
-def test_drafts_of_a_model_are_refused():
+def test_drafts_that_are_not_counted_are_refused():
     with pytest.raises(InputError, match="does not count the steps of a draft model; give inference.speculate=ngram:3"):
         planned("inference.speculate=runs/small:3")
+    experiment = api.configure(configurations()["quickstart"], [*SIZES, "inference.speculate=ngram"])
+    with pytest.raises(InputError, match="the search for a deployment counts no drafts; give inference.speculate=none"):
+        api.plan_serving(experiment, "h100-sxm5:1", prompt=20, output=10)
+
+
+@pytest.mark.parametrize("speculate", ["ngram:2", f"{STORIES}:2"], ids=["ngram", "model"])
+def test_a_loaded_model_has_the_cost_of_a_step_whatever_draws_its_drafts(speculate):
+    """As `bench decode` and a server ask for it."""
+    model = api.load(STORIES, [f"inference.speculate={speculate}", "inference.sequences=1"], dtype="float32")
+    assert model.decode_work(64, 3).drafts == 0 and model.engine().settings.drafts == 2
+    measured = api.bench_decode(model, 1, 16, steps=2, blocks=2)
+    assert 1 <= measured.tokens_per_step <= measured.rows_per_step <= 3
 
 
 def test_the_compiled_step_has_the_rows_and_flops_that_are_counted():

@@ -53,8 +53,8 @@ def quantized_matmul(
     its largest magnitude 127. Scales of groups of inputs multiply the numbers before the product, which are then in x's
     dtype, in "mosaic_tpu" (groups of fewer than 128 stored rows) and in "xla" on other chips than CPUs.
 
-    On a CPU all kinds but "w8a8" save memory and cost time: of 2048 × 8192 by outputs float32 took 3.9 ms for 2 rows,
-    "int8" 10.5 ms, "int4" 22 ms and "w8a8" 1.6 ms, which from 8 rows on is no faster than float32 either.
+    On a CPU kinds but "w8a8" save memory, and cost time of few rows and of many: of 2048 × 8192 by outputs "int8" takes
+    1.4 times as long as float32 for 2 rows, "int4" 1.5 and "w8a8" a third (benchmarks/quantized_matmul.py).
 
     On a CPU "xla" gives a row to the bit whatever the other rows are, and with a matrix by its outputs however many
     there are.

@@ -39,9 +39,9 @@ _MAX_SECONDS = 10.0  # for all programs together
 _MEASURED = "measured on this machine"
 # Numbers of an array that a pass reads; sequences and head dims of attention, on a CPU and on an accelerator.
 _NUMBERS = 2**16, 2**20, 2**22
-_CPU_SEQUENCES, _CPU_HEAD_DIMS = (64, 256, 1024), (32, 128)
+_CPU_SEQUENCES, _CPU_HEAD_DIMS = (64, 128, 256, 1024), (16, 32, 128)
 _SEQUENCES, _HEAD_DIMS = (1024, 4096, 16384), (64, 128)
-_FORMAT = 3  # of the cached file
+_FORMAT = 4  # of the cached file
 
 
 class Machine(Section):

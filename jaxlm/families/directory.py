@@ -106,7 +106,7 @@ class PublishedModel:
 
     @cached_property
     def _dequantized(self) -> dict[str, StoredTensor | LazyTensor]:
-        return quantized.dequantized(self._files)
+        return quantized.dequantized(self._files, quantized.packing(self._whole_config, str(self.folder / CONFIG)))
 
     @cached_property
     def _files(self) -> dict[str, StoredTensor]:
@@ -169,7 +169,16 @@ class PublishedModel:
     def dropped(self) -> list[str]:
         """The stored tensors that are no parameters, or copies of others."""
         copies = [name for name in self.family.copies if name in self.stored and self.model.tied_embeddings]
-        return [*matching(self.stored, self.family.dropped), *copies, *self._left_out, *self._further]
+        others = *copies, *self._spare_biases, *self._left_out, *self._further
+        return [*matching(self.stored, self.family.dropped), *others]
+
+    @property
+    def _spare_biases(self) -> list[str]:
+        """The biases of zeros that some writers give to each quantized matrix, where the model has none."""
+        spare = [name for name in self.stored if name.endswith(".bias") and name not in self._expected]
+        matrices = {name: self.stored.get(f"{name.removesuffix('bias')}weight") for name in spare}
+        quantized = [name for name, matrix in matrices.items() if isinstance(matrix, LazyTensor)]
+        return [name for name in quantized if not self.stored[name].read().any()]
 
     @property
     def _further(self) -> list[str]:
@@ -214,8 +223,10 @@ class PublishedModel:
     def remarks(self) -> list[str]:
         """Return a line about each kind of tensor that is converted or left out when the model is read, and about the
         keys of config.json that change nothing."""
-        number = sum(isinstance(self.stored[name], LazyTensor) for name in self.tensors)
-        lines = [f"{number} tensors are quantized and are read as bfloat16, as an export has them"] if number else []
+        number = Counter(x.dtype.name for x in map(self.stored.get, self.tensors) if isinstance(x, LazyTensor))
+        lines = [
+            f"{n} tensors are quantized and are read as {dtype}, as an export has them" for dtype, n in number.items()
+        ]
         further = self._further
         if dropped := [name for name in self.dropped if name not in further]:
             lines.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")

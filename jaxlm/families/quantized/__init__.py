@@ -1,0 +1,49 @@
+"""Quantized weights, which have scales beside them: FP8, MXFP4, GPTQ and AWQ. None is written: an export has what they
+are read as."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlm.core.errors import InputError
+from jaxlm.families.files import text_of
+from jaxlm.families.quantized import fp8, mxfp4, packed
+from jaxlm.families.safetensors import LazyTensor, StoredTensor
+
+CONFIG_KEY = "quantization_config"
+_UNDESCRIBED = ("fp8", "mxfp4")  # whose tensors say all there is to know
+_METHODS = (*_UNDESCRIBED, *packed.METHODS)
+
+
+def check_method(config: Mapping[str, Any], where: str) -> None:
+    """Raise InputError for a config.json whose weights are quantized in a way that is not read."""
+    packing(config, where)
+
+
+def packing(config: Mapping[str, Any], where: str) -> packed.Packing | None:
+    """Return how a config.json says that words of numbers are packed; None where there are none. Raises InputError as
+    `check_method` does."""
+    form = None
+    for part in (config, text_of(config)):
+        described = part.get(CONFIG_KEY) or {}
+        method = described.get("quant_method") if isinstance(described, dict) else described
+        if described and method not in _METHODS:
+            raise InputError(
+                f"{where}: weights are quantized by {method!r}, and jaxlm reads {', '.join(_METHODS[:-1])} and "
+                f"{_METHODS[-1]} alone; take the model in bfloat16"
+            )
+        if method in packed.METHODS:
+            form = packed.Packing.of(described, where)
+    return form
+
+
+def dequantized(
+    stored: Mapping[str, StoredTensor], packing: packed.Packing | None = None
+) -> dict[str, StoredTensor | LazyTensor]:
+    """Return tensors by name, quantized ones with their scales as one, of FP8 and MXFP4 in bfloat16 and of `packing` in
+    float32. Raises InputError for scales that do not suit their tensor."""
+    whole: dict[str, StoredTensor | LazyTensor] = {}
+    parts: set[str] = set()
+    for tensors, of_them in (fp8.tensors(stored), mxfp4.tensors(stored), packed.tensors(stored, packing)):
+        whole |= tensors
+        parts |= of_them
+    return {name: tensor for name, tensor in stored.items() if name not in parts} | whole

@@ -1,0 +1,63 @@
+"""FP8 with scales of blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; 128 × 128 in most files): read as
+bfloat16."""
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+
+from jaxlm.core.errors import InputError
+from jaxlm.families.quantized.scaled import scales_of
+from jaxlm.families.safetensors import LazyTensor, StoredTensor
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_DTYPES = ("F8_E4M3", "F8_E5M2")
+_SCALES = "_scale_inv"  # after the name of an FP8 tensor; a number times its scale is what it stands for
+_UNUSED = (".activation_scale", ".input_scale")  # of activations, which are not quantized here
+
+
+def tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, LazyTensor], set[str]]:
+    """Return the tensors in FP8 with scales by name, and the names of what is read with them. Raises InputError for
+    scales that do not suit their tensor."""
+    names = [name for name, x in stored.items() if x.dtype_name in _DTYPES and name + _SCALES in stored]
+    parts = {part for name in names for part in (name, name + _SCALES)}
+    parts |= {name.removesuffix(".weight") + unused for name in names for unused in _UNUSED}
+    return {name: _tensor(name, stored[name], stored[name + _SCALES]) for name in names}, parts
+
+
+def _tensor(name: str, values: StoredTensor, scales: StoredTensor) -> LazyTensor:
+    """Return [..., R, C] numbers times their scales, one for all or one for each block of the last two dimensions."""
+    if scales.shape in ((), (1,)):
+        blocks = None
+    elif len(values.shape) >= 2 and len(scales.shape) == len(values.shape) and scales.shape[:-2] == values.shape[:-2]:
+        blocks = [_block(size, number) for size, number in zip(values.shape[-2:], scales.shape[-2:], strict=True)]
+    else:
+        blocks = [None]
+    if blocks is not None and None in blocks:
+        raise InputError(
+            f"{values.file}: {name} {list(values.shape)} has scales {list(scales.shape)}, which are not one to each "
+            "block"
+        )
+
+    def make() -> np.ndarray:
+        every = np.arange(256, dtype=np.uint8).view(values.dtype).astype(np.float32)
+        numbers, each = every[values.read().view(np.uint8)], scales_of(scales)
+        if blocks is None:
+            numbers *= each.reshape(())
+        else:
+            (rows, columns), (high, wide) = values.shape[-2:], blocks
+            each = np.repeat(each, wide, axis=-1)[..., :columns]
+            for row, scale in enumerate(np.moveaxis(each, -2, 0)):
+                numbers[..., row * high : min((row + 1) * high, rows), :] *= scale[..., None, :]
+        return numbers.astype(_BFLOAT16)
+
+    return LazyTensor(_BFLOAT16, values.shape, make)
+
+
+def _block(size: int, number: int) -> int | None:
+    """Return the power of two that divides a dimension into `number` blocks, the last perhaps smaller; None if there is
+    no such power."""
+    block = 1
+    while number and -(-size // block) > number:
+        block *= 2
+    return block if -(-size // block) == number else None

@@ -1,0 +1,97 @@
+"""Directories whose matrices are packed as GPTQ and AWQ pack them, number by number, and the same in float32."""
+
+import json
+from pathlib import Path
+
+import loud
+import numpy as np
+
+from jaxlm.families import safetensors, table
+from jaxlm.families.family import families
+from jaxlm.families.safetensors import LazyTensor
+from jaxlm.families.settings import model_of
+
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "dtype": "float16"}
+CONFIG = loud.read("qwen3")[0]["config"] | _SIZES | _LAYERS
+
+
+def describe(method, bits=4, group=128, symmetric=True, form="gptq"):
+    """Return the table quantization_config."""
+    if method == "awq":
+        return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    own = {"bits": bits, "group_size": group, "sym": symmetric, "desc_act": False, "checkpoint_format": form}
+    return {"quant_method": "gptq", **own}
+
+
+def write(folder: Path, arrays, config) -> None:
+    """Write a Hugging Face directory."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()}
+    safetensors.write(folder / "model.safetensors", tensors, {})
+
+
+def words(codes, bits, order):
+    """Return int32 words, each of codes side by side in the last axis; `order` has the place of each, the lowest first.
+    Python's integers are used, which have no width."""
+    per_word = 32 // bits
+    rows = [
+        [
+            sum(int(row[start + place]) << (bits * i) for i, place in enumerate(order))
+            for start in range(0, len(row), per_word)
+        ]
+        for row in codes
+    ]
+    return np.array(rows, np.uint32).view(np.int32)
+
+
+def packed(name, codes, zeros, scales, described, groups=None):
+    """Return the tensors of a matrix of codes [inputs, outputs] with zero points and scales [groups, outputs]."""
+    module, bits = name.removesuffix(".weight"), described["bits"]
+    if described["quant_method"] == "awq":
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        parts = {"qweight": words(codes, 4, order), "qzeros": words(zeros, 4, order)}
+    else:
+        order, less = range(32 // bits), described["checkpoint_format"] == "gptq"
+        stored = (zeros.astype(int) - less) % 2**bits
+        parts = {"qweight": words(codes.T, bits, order).T, "qzeros": words(stored, bits, order), "g_idx": groups}
+    parts["scales"] = scales
+    return {f"{module}.{part}": np.ascontiguousarray(x) for part, x in parts.items()}
+
+
+def make(folder: Path, described, permuted=False):
+    """Write `folder`/packed and `folder`/wide, and return the tensors of the latter, the numbers of matrices exact in
+    float32."""
+    random, bits, group = np.random.default_rng(0), described["bits"], described["group_size"]
+    own, wide = {}, {}
+    for name, binding in table.tensors(model_of(CONFIG, "config.json"), families()["qwen3"].rules).items():
+        shape = binding.shape
+        if not name.endswith("_proj.weight"):
+            x = random.standard_normal(shape, np.float32) * 0.1 + ("norm" in name)
+            own[name], wide[name] = x.astype(np.float16), x.astype(np.float16).astype(np.float32)
+            continue
+        outputs, inputs = shape
+        size = inputs if group == -1 else group
+        count, middle = -(-inputs // size), 2 ** (bits - 1)
+        codes = random.integers(0, 2**bits, (inputs, outputs))
+        is_symmetric = described.get("sym", False)
+        zeros = np.full((count, outputs), middle) if is_symmetric else random.integers(0, 2**bits, (count, outputs))
+        scales = (random.uniform(0.5, 1.5, (count, outputs)) / middle / np.sqrt(inputs)).astype(np.float16)
+        groups = np.arange(inputs, dtype=np.int32) // size
+        groups = random.permutation(groups) if permuted else groups
+        own |= packed(name, codes, zeros, scales, described, groups)
+        own |= {} if "self_attn" in name else {name.replace("weight", "bias"): np.zeros(outputs, np.float16)}
+        matrix = np.empty((outputs, inputs), np.float32)
+        for i in range(inputs):
+            matrix[:, i] = (codes[i] - zeros[groups[i]]) * scales[groups[i]].astype(np.float64)
+        wide[name] = matrix
+    write(folder / "packed", own, CONFIG | {"quantization_config": described})
+    write(folder / "wide", wide, CONFIG)
+    return wide

@@ -3,8 +3,8 @@
     python benchmarks/bracket.py [--calibrations N] [--busy-loop]
 
 Repeats N times: calibrates the machine as `jaxlm train` does once, and times blocks of steps of each setting on random
-tokens, of which the median counts. Each expected time and its bracket are compared with the block of the same round, and the bracket with all
-blocks. With a busy loop, only the calibrations are disturbed.
+tokens, of which the median counts. Each expected time and its bracket are compared with the block of the same round,
+and the bracket with all blocks. With a busy loop, only the calibrations are disturbed.
 """
 
 import argparse

@@ -389,12 +389,17 @@ def _check_context(experiment: Experiment) -> None:
 
 
 def check_quantized(experiment: Experiment, kind: Kind = "train") -> None:
-    """Raise InputError where a step would train matrices that are quantised."""
+    """Raise InputError where a step would train matrices that are quantised, or would round activations."""
     quantize = experiment.execution.quantize
     if kind == "train" and quantize != "none" and experiment.lora is None:
         raise InputError(
             f'execution.quantize = "{quantize}" is of weights that are not trained: add [lora], which trains adapters '
             'beside them, or set execution.quantize = "none"'
+        )
+    if kind == "train" and quantize == "w8a8":
+        raise InputError(
+            'execution.quantize = "w8a8" rounds activations too, which is for inference alone: train adapters beside '
+            'the same weights with "int8"'
         )
 
 

@@ -36,6 +36,7 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding, replicated, using_rules
 from jaxlm.parallel.program import MeshProgram
 from jaxlm.parallel.rules import ENGINE
+from kernels_pallas.core import target
 
 _KEPT = 64  # compiled programs, of engines that are alike
 # Products alone go to the library that computes a row in one way, whatever the number of rows: its sums along rows do
@@ -100,7 +101,12 @@ class EnginePrograms:
 
     @property
     def is_on_cpu(self) -> bool:
-        return self.mesh.devices.flat[0].platform == "cpu"
+        return self.platform == "cpu"
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices: "cpu", "gpu" or "tpu"."""
+        return target.of_device(self.mesh.devices.flat[0]).platform
 
     @cached_property
     def shards(self) -> int:
@@ -122,7 +128,8 @@ class EnginePrograms:
     @cached_property
     def weights(self) -> WeightLayout:
         """The form in which parameters are kept."""
-        return WeightLayout(self.model, self.is_on_cpu and self.exact, self.quantized, self.is_on_cpu)
+        turned = self.quantized is not None and self.quantized.by_outputs(self.platform)
+        return WeightLayout(self.model, self.is_on_cpu and self.exact, self.quantized, turned)
 
     @cached_property
     def layout(self) -> PageLayout:

@@ -33,7 +33,7 @@ class WeightLayout:
     Args:
       by_outputs: whether matrices are [out, in].
       quantized: the form of the matrices of layers, where they are quantised.
-      quantized_by_outputs: whether these are [out, in]: on a CPU they are multiplied so, a block of outputs at a time.
+      quantized_by_outputs: whether these are [out, in].
     """
 
     def __init__(

@@ -50,9 +50,11 @@ class ExecutionConfig(Section):
     everything; on a TPU it is a loop."""
     quantize: Literal["none"] | QuantizeKind = "none"
     """Keep the matrices of layers in this width: int8 and fp8 (float8_e4m3fn) have a float32 scale for each output,
-    int4 one for each output and group of inputs. Embeddings, the unembedding, norms, biases, routers and experts stay
-    in `dtype`, and so do sums. In inference weights are rounded as they are read; in training it is for the weights
-    that [lora] leaves as they are (QLoRA, arXiv:2305.14314), and needs that section."""
+    int4 one for each output and group of inputs. w8a8 keeps what int8 does, and in each product rounds every row of
+    activations to int8 too: faster on CPUs, and further from the model. Embeddings, the unembedding, norms, biases,
+    routers and experts stay in `dtype`, and so do sums. In inference weights are rounded as they are read; in training
+    it is for the weights that [lora] leaves as they are (QLoRA, arXiv:2305.14314), and needs that section; w8a8 is for
+    inference alone."""
     quantize_group: Literal[32, 64, 128] = 64
     """The inputs that share a scale of int4: the largest of 32, 64 and 128 up to this number that divides the inputs of
     a matrix; a matrix whose inputs 32 does not divide stays in `dtype`."""

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-QuantizeKind = Literal["int8", "int4", "fp8"]
+QuantizeKind = Literal["int8", "w8a8", "int4", "fp8"]
 GROUPS = (32, 64, 128)  # the inputs that may share a scale of int4
 
 
@@ -11,7 +11,8 @@ class Quantization(NamedTuple):
 
     Attributes:
       kind: of the numbers: "int8" and "fp8" (float8_e4m3fn) have one scale for each output; "int4" has one for each
-        output and group of inputs.
+        output and group of inputs. "w8a8" are the numbers of "int8"; products with them round each row of activations
+        to int8 too.
       group: of int4, the most inputs of a group; 0 otherwise.
     """
 
@@ -23,6 +24,11 @@ class Quantization(NamedTuple):
         if self.kind != "int4":
             return inputs
         return next((size for size in sorted(GROUPS, reverse=True) if size <= self.group and inputs % size == 0), None)
+
+    def by_outputs(self, platform: str | None) -> bool:
+        """Return whether a product reads the matrix as [out, in]: on a CPU, where a row's bits then do not depend on
+        the number of rows, and of "w8a8" on a GPU, whose products of integers read both operands along the inputs."""
+        return platform == "cpu" or (platform == "gpu" and self.kind == "w8a8")
 
     def __str__(self) -> str:
         return f"{self.kind} in groups of {self.group}" if self.group else self.kind

@@ -89,6 +89,8 @@ def test_a_plan_of_decoding_reads_what_is_kept(capsys):
 def test_whole_training_is_refused(tmp_path, capsys):
     asked = "plan", "llama3.2-1b", "--on", "h200-sxm:8", "--quantize", "int8"
     assert 'execution.quantize = "int8" is of weights that are not trained: add [lora]' in refused(capsys, *asked)
+    with_adapters = *asked[:-1], "w8a8", "lora.rank=4"
+    assert 'train adapters beside the same weights with "int8"' in refused(capsys, *with_adapters)
 
 
 @pytest.mark.slow

@@ -21,3 +21,15 @@ def test_fewer_bits_take_less_time_as_products_and_not_as_attention(chip):
     attention = {form: plan.time.parts["attention"].seconds for form, plan in plans.items()}
     assert attention["int8"] == pytest.approx(attention["none"])
     assert int8.parts["products"].seconds < none.parts["products"].seconds
+
+
+def test_products_of_integers_have_their_rate_where_a_chip_has_one():
+    """Many rows: 16,384 tokens of a prompt. A B300 multiplies int8 slower than bfloat16."""
+    settings = ["inference.sequences=8", "inference.length=2048"]
+    for chip, faster in (("tpu-v6e:1x1", 0.7), ("b300-hgx:1", 1.0)):
+        int8, w8a8 = (
+            api.plan(api.configure(LLAMA, [*settings, f"execution.quantize={form}"]), chip, workload="prefill").best
+            for form in ("int8", "w8a8")
+        )
+        assert w8a8.memory.parameters == int8.memory.parameters
+        assert (w8a8.time.compute < faster * int8.time.compute) == (faster < 1)

@@ -57,6 +57,8 @@ CASES += [
 CASES += [
     ("llama", "float32", (), "int8"),
     ("llama", "bfloat16", (), "int4"),
+    ("gpt2", "float32", (), "w8a8"),
+    ("llama", "bfloat16", (), "w8a8"),
     ("latent", "float32", (), "int8"),
     ("mixed", "float32", (2, 1, 2), "fp8"),
 ]  # quantised
@@ -130,7 +132,7 @@ def served(engine, asked, **options):
     return [found[id] for id in ids]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, [*KEPT, "('gpt2', 'float32', (), 'w8a8')"]), ids=str)
 def test_it_checks_itself(case):
     """An engine of its own: the check overwrites pages that others would find."""
     assert make(*case).check()

@@ -201,7 +201,9 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips, kernels
 @pytest.mark.parametrize(
     ("chips", "kind"),
     sampled(
-        itertools.starmap(pytest.param, itertools.product(["h200-sxm:1", "tpu-v6e:1x1"], ["int8", "int4", "fp8"])),
+        itertools.starmap(
+            pytest.param, itertools.product(["h200-sxm:1", "tpu-v6e:1x1"], ["int8", "int4", "fp8", "w8a8"])
+        ),
         ["h200-sxm:1-int4", "tpu-v6e:1x1-int8"],
     ),
 )

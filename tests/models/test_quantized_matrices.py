@@ -25,6 +25,7 @@ from jaxlm.parallel.rules import TRAIN
 from jaxlm.training.step import TrainStep
 
 FORMS = [Quantization("int8"), Quantization("int4", 32), Quantization("fp8")]
+W8A8 = Quantization("w8a8")
 MODELS = {
     "gpt2": model_fixtures.FAMILIES["gpt2"],
     "latent": model_fixtures.FAMILIES["latent"],
@@ -79,9 +80,23 @@ def test_a_model_computes_what_its_numbers_times_their_scales_do(name, form):
     assert all((error == 0) == (path in kept) for path, error in errors.items())
 
 
-@pytest.mark.parametrize("form", sampled(FORMS, ["int4 in groups of 32"]), ids=str)
+def test_rows_are_rounded_beside_the_weights_of_int8():
+    model = model_fixtures.model(model_fixtures.FAMILIES["gpt2"])
+    parameters, of_int8 = (quantized(model, form) for form in (W8A8, Quantization("int8")))
+    jax.tree.map(np.testing.assert_array_equal, parameters, of_int8)
+    expected, found = (
+        np.asarray(hidden(tree.abstract(model, quantized=form)[0], parameters)) for form in (FORMS[0], W8A8)
+    )
+    # Rounding a row changes each number by up to 1/254 of the largest; 0.014 was measured after all layers.
+    assert 0.002 < np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)) < 0.03
+
+
+@pytest.mark.parametrize("form", sampled([*FORMS, W8A8], ["int4 in groups of 32"]), ids=str)
 def test_devices_compute_what_one_does(form):
-    """Whose shards have equal bits. tensor = 4 divides neither the groups of 64 inputs nor 2 key/value heads."""
+    """Whose shards have equal bits. tensor = 4 divides neither the groups of 64 inputs nor 2 key/value heads.
+
+    Of w8a8 each rounds its part of a row: the difference is one of rounding, 0.041 as it was measured.
+    """
     model = model_fixtures.model(model_fixtures.QWEN3, d_model=64, num_layers=2)
     graph, whole = tree.abstract(model, quantized=form)[0], quantized(model, form)
     expected = np.asarray(hidden(graph, whole))
@@ -90,10 +105,10 @@ def test_devices_compute_what_one_does(form):
         parts = quantized(model, form, mesh)
         found = np.asarray(hidden(graph, parts))
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
-    assert_close(found, expected, 2e-5)
+    assert_close(found, expected, 0.08 if form == W8A8 else 2e-5)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, W8A8], ids=str)
 def test_memory_and_reads_are_those_of_the_leaves(form):
     model = model_fixtures.model(model_fixtures.LLAMA, d_model=64)
     keys = {"quantize": form.kind, "quantize_group": form.group or 64}

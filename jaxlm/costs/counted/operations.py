@@ -69,7 +69,7 @@ class Operation(NamedTuple):
     together are what the kernel declares. `visible`: the fraction of attention's scores that masks leave; a kernel
     skips the others. `kind`: of a pass; `copy` into or out of the stacks of a loop, `draw` of a token,
     `weights`: a kernel's product with a matrix of parameters. `groups`: of rows with a matrix each, if it is such a
-    product.
+    product. `dtype`: in which a product multiplies; None: that of the step.
     """
 
     scope: str
@@ -83,6 +83,7 @@ class Operation(NamedTuple):
     visible: VisibleFraction | None = None
     kind: OperationKind = "pass"
     groups: "RowGroups | None" = None
+    dtype: str | None = None
 
     @property
     def flops(self) -> int:
@@ -235,7 +236,8 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
     times = use.times * declared.times
     groups = None if declared.groups is None else RowGroups(declared.groups, declared.product.m)
     kind: OperationKind = "pass" if declared.weight is None or device.cost(use).kernel is None else "weights"
-    return Operation(scope, "forward", times, declared.product, least, most, 0, None, declared.visible, kind, groups)
+    of = declared.product, least, most, 0, None, declared.visible, kind, groups, declared.dtype
+    return Operation(scope, "forward", times, *of)
 
 
 def _in_kernel(declared: KernelCost, products: Sequence[Operation], kernel: KernelPass) -> Iterator[Operation]:

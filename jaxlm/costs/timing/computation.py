@@ -137,13 +137,12 @@ def _name(op: Operation) -> PartName:
 
 
 def product_dtype(op: Operation, work: Workload, chip: Chip, stack: Stack) -> str:
-    """Return the dtype in which a product computes: the stack's, of products with weights on a chip on which it is
-    faster than the step's."""
+    """Return the dtype whose rate a product has: its own or, of products with weights, the stack's, on a chip on which
+    that is faster than the step's."""
     if op.phase == "optimizer":
         return "float32"
-    if stack.precision not in chip.peak_flops or stack.precision == "int4" or not _has_weights(op):
-        return work.dtype
-    return stack.precision if chip.peak(stack.precision) > chip.peak(work.dtype) else work.dtype
+    own = stack.precision if op.dtype is None and stack.precision != "int4" and _has_weights(op) else op.dtype
+    return own if own in chip.peak_flops and chip.peak(own) > chip.peak(work.dtype) else work.dtype
 
 
 def least_moved(op: Operation, work: Workload, stack: Stack) -> float:
@@ -188,7 +187,7 @@ class _Clock:
             return self._pass(op)
         if _is_attention(op) and op.kernel:
             return self._attention(op, flops)
-        key = op.product, op.phase, op.least_bytes, op.most_bytes, op.visible is None, op.groups
+        key = op.product, op.phase, op.least_bytes, op.most_bytes, op.visible is None, op.groups, op.dtype
         if key not in self._of_products:  # many products of a layer have the same sizes
             self._of_products[key] = self._product(op)
         return self._of_products[key]

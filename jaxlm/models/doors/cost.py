@@ -131,6 +131,7 @@ class DoorProduct(NamedTuple):
       visible: of its scores, which stay inside the door: the backward pass asks for them again, whatever is kept.
       times: so many in a use of the door.
       groups: the number of groups of its rows, each with a matrix of its own; None of a product with one matrix.
+      dtype: in which numbers are multiplied; None: that of the step.
     """
 
     product: Product
@@ -142,6 +143,7 @@ class DoorProduct(NamedTuple):
     visible: VisibleFraction | None = None
     times: int = 1
     groups: int | None = None
+    dtype: str | None = None
 
 
 class ProductKernel(NamedTuple):

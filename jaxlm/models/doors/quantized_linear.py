@@ -14,14 +14,16 @@ from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.heads import kv_heads, repeat_heads
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.parameters import axes_of
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.partition import shards_of
 from jaxlm.parallel.rules import GROUPS
 from kernels_pallas.core import target
-from kernels_pallas.quantized_matmul import costs, mosaic_tpu, quantized_matmul
+from kernels_pallas.quantized_matmul import KINDS, costs, mosaic_tpu, quantized_matmul
 
 _ROWS = 2  # on a CPU one row is multiplied with another beside it
+_SUM_BYTES = 4  # of the sum of products of int8, which is int32
 
 
 def _signature(
@@ -54,14 +56,17 @@ def _declare(local: Local) -> DoorCost:
         declared = ProductKernel(kernel, of_kernel, (), ((x.is_trained, False),))
         return DoorCost((DoorProduct(product, 0, weight=1),), declared, passes, contracted=contracted)
     moved = x.itemsize * rows * k + values.bytes + scales.bytes + y.itemsize * rows * n
-    # XLA may write the matrix in the dtype of x before it multiplies.
-    unfused = 0 if local.platform == "cpu" else 2 * x.itemsize * k * n
-    return DoorCost((DoorProduct(product, moved, unfused, weight=1),), passes=passes, contracted=contracted)
+    if KINDS[kind].rounds_rows:
+        unfused, dtype = 2 * rows * k + 2 * _SUM_BYTES * rows * n, "int8"  # rounded rows and sums are written and read
+    else:  # XLA may write the matrix in the dtype of x before it multiplies
+        unfused, dtype = 0 if local.platform == "cpu" else 2 * x.itemsize * k * n, None
+    products = (DoorProduct(product, moved, unfused, weight=1, dtype=dtype),)
+    return DoorCost(products, passes=passes, contracted=contracted)
 
 
 def _kernel(local: Local) -> str | None:
     """Return the kernel that multiplies, or None where XLA does."""
-    if not local.kernels or local.platform == "cpu":
+    if not local.kernels or local.platform == "cpu" or KINDS[local.options["kind"]].rounds_rows:
         return None
     _, values, scales, *_ = local.operands
     if local.platform == "gpu":
@@ -83,8 +88,9 @@ def quantized_product(
     """Return x · matrix (+ bias), each device with its own part of the matrix, as `linear` does with one that is not
     quantised.
 
-    On a CPU the matrix is multiplied by its outputs, as the engine keeps it there. Where the mesh divides a matrix's
-    inputs but not their groups, each device has all of both.
+    The matrix is multiplied by its outputs where the engine keeps it so. Where the mesh divides a matrix's
+    inputs but not their groups, each device has all of both. Of "w8a8", where the mesh divides the inputs, each device
+    rounds its own part of a row, by that part's scale.
     """
     kept = len(rows)
     size = matrix.values[...].shape[1]
@@ -96,7 +102,7 @@ def quantized_product(
     if groups > 1 and parts != shards_of(contracted + GROUPS, groups):
         parts = 1
     first = contracted if parts > 1 else None
-    by_outputs = target.platform() == "cpu"
+    by_outputs = Quantization(matrix.kind).by_outputs(target.platform())
     multiply = partial(
         quantized_matmul, kind=matrix.kind, by_outputs=by_outputs, implementation=kernels.implementation()
     )

@@ -15,7 +15,7 @@ from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.commands import EngineCommand, encode_commands
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.generation import EndReason, Token
-from jaxlm.inference.grammar import Grammars
+from jaxlm.inference.grammar import CompiledGrammar, Grammars
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts, check_stop_tokens
@@ -176,17 +176,26 @@ class Engine:
         """Return whether a row is computed in one way by all programs, to the bit. To be called before requests."""
         return self.runner.check()
 
-    def submit(self, request: Request, *, priority: int = 0, seed: int = 0, salt: bytes = b"") -> int:
+    def submit(
+        self,
+        request: Request,
+        *,
+        priority: int = 0,
+        seed: int = 0,
+        salt: bytes = b"",
+        compiled: CompiledGrammar | None = None,
+    ) -> int:
         """Put a request into the queue and return its id.
 
         Args:
           priority: smaller is sooner.
           seed: of the random numbers, of which the request takes its stream.
           salt: prefixes of prompts are shared under one salt alone.
+          compiled: the request's grammar; it is compiled here where it is not given.
 
-        Raises InputError as `check_prompts`, `check_biases`, `check_stop_tokens` and `Grammars.matcher` do, and where
-        `min_tokens` bars more ids than a row keeps; `scheduler.NeverFits` if it could not run alone, and
-        `scheduler.Full` if too many wait.
+        Raises InputError as `check_prompts`, `check_biases`, `check_stop_tokens`, `Grammars.compile` and
+        `Grammars.matcher` do, and where `min_tokens` bars more ids than a row keeps; `scheduler.NeverFits` if it could
+        not run alone, and `scheduler.Full` if too many wait.
         """
         check_prompts(self.model, [request.prompt], request.max_tokens)
         check_biases(self.model, request.sampling)
@@ -196,7 +205,8 @@ class Engine:
             if self.grammars is None:
                 raise InputError("a grammar is of texts, and the model has no tokenizer; leave the grammar out")
             ends = request.ending_ids(self._stop_token_ids)
-            matcher = self.grammars.matcher(request.grammar, ends, request.min_tokens)
+            compiled = compiled or self.grammars.compile(request.grammar)
+            matcher = self.grammars.matcher(compiled, ends, request.min_tokens)
         # Where rotary angles depend on the length of a sequence, keys are shared within one class of lengths.
         classes = np.array(angle_classes(self.model, request.most_tokens), np.int64)
         key_salt = classes.tobytes() + salt

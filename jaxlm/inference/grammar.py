@@ -29,12 +29,14 @@ _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 150_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 4_000,
     "max_lexer_states": 50_000,  # 1 or 2 kB each
     "max_grammar_size": 200_000,
 }
-# A model that likes blanks could write them for ever; so many are the line break and indent of ten levels.
-JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,41}"}
+_MOST_OPTIONAL = 950  # properties: each takes four of the items in a row
+
+# JSON is written compactly: a model that likes blanks would write little else.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 class GrammarError(InputError):
@@ -49,11 +51,14 @@ class Grammar(NamedTuple):
         expression matches from their beginning to their end; "lark", those of the rule `start` of a Lark grammar.
       text: of the schema, the expression or the grammar.
       around: a Lark grammar of longer texts, in which these texts are `@text`; "" for these texts alone.
+      whitespace: of JSON, a regular expression of the blanks that may stand between any two of its tokens; "" lets one
+        space follow a comma or a colon.
     """
 
     kind: GrammarKind
     text: str = ""
     around: str = ""
+    whitespace: str = ""
 
 
 class Grammars:
@@ -66,23 +71,47 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: OrderedDict[Grammar, _Compiled | GrammarError] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, CompiledGrammar | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
 
-    def check(self, grammar: Grammar) -> None:
-        """Raise GrammarError for a grammar that cannot be compiled, or that only the empty text or none fits; raise
-        InputError without the library."""
-        self._compile(grammar)
+    def kept(self, grammar: Grammar) -> "CompiledGrammar | None":
+        """Return a grammar that was compiled before, at once; None where it was not, or was too long ago. Raises
+        GrammarError as `compile` did."""
+        with self._lock:
+            if (compiled := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+        if isinstance(compiled, GrammarError):
+            raise GrammarError(str(compiled))  # an error keeps where it was raised
+        return compiled
 
-    def matcher(self, grammar: Grammar, stop_token_ids: Collection[int] = (), min_tokens: int = 0) -> "Matcher":
-        """Return the beginning of a text. Raises as `check`, and GrammarError where no token may begin the text.
+    def compile(self, grammar: Grammar) -> "CompiledGrammar":
+        """Return a compiled grammar, which may take a second.
+
+        Raises GrammarError for a grammar that cannot be compiled, or that only the empty text or none fits, and
+        InputError without the library.
+        """
+        if (compiled := self.kept(grammar)) is not None:
+            return compiled
+        tokenizer, known_W = self._library_tokenizer, _bits(np.flatnonzero(self._has_token_V), self._vocab_size)
+        try:
+            compiled = CompiledGrammar.of(grammar, tokenizer, self._vocab_size, known_W)
+        except GrammarError as error:
+            self._keep(grammar, error)
+            raise
+        self._keep(grammar, compiled)
+        return compiled
+
+    def matcher(
+        self, compiled: "CompiledGrammar", stop_token_ids: Collection[int] = (), min_tokens: int = 0
+    ) -> "Matcher":
+        """Return the beginning of a text. Raises GrammarError where no token may begin the text.
 
         Args:
           stop_token_ids: ids that end the text, once it fits the grammar.
           min_tokens: the tokens before which none ends it.
         """
         ends = [id for id in stop_token_ids if id < self._vocab_size and self._has_token_V[id]]
-        matcher = Matcher(self._compile(grammar), self._vocab_size, ends, min_tokens)
+        matcher = Matcher(compiled, self._vocab_size, ends, min_tokens)
         if matcher.error:
             raise matcher.error
         return matcher
@@ -91,23 +120,11 @@ class Grammars:
         """Read the tokenizer now. Raises InputError without the library."""
         _ = self._library_tokenizer
 
-    def _compile(self, grammar: Grammar) -> "_Compiled":
+    def _keep(self, grammar: Grammar, compiled: "CompiledGrammar | GrammarError") -> None:
         with self._lock:
-            if (compiled := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-        if compiled is None:
-            tokenizer, known_W = self._library_tokenizer, _bits(np.flatnonzero(self._has_token_V), self._vocab_size)
-            try:
-                compiled = _Compiled.of(grammar, tokenizer, self._vocab_size, known_W)
-            except GrammarError as error:
-                compiled = error
-            with self._lock:
-                self._compiled[grammar] = compiled
-                while len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-        if isinstance(compiled, GrammarError):
-            raise GrammarError(str(compiled))  # an error keeps where it was raised
-        return compiled
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
 
     @cached_property
     def _has_token_V(self) -> np.ndarray:
@@ -135,7 +152,7 @@ class Matcher:
       error: why the text cannot go on, if it cannot.
     """
 
-    def __init__(self, compiled: "_Compiled", vocab_size: int, stop_token_ids: Collection[int], min_tokens: int):
+    def __init__(self, compiled: "CompiledGrammar", vocab_size: int, stop_token_ids: Collection[int], min_tokens: int):
         self._matcher, self._vocab_size, self._min_tokens = compiled.matcher.deep_copy(), vocab_size, min_tokens
         self._stops_W, self._known_W, self._count = _bits(stop_token_ids, vocab_size), compiled.known_W, 0
         self.has_ended, self.error = False, None
@@ -172,7 +189,7 @@ class Matcher:
         self.error = GrammarError(f"the grammar cannot be followed: {why}")
 
 
-class _Compiled(NamedTuple):
+class CompiledGrammar(NamedTuple):
     """A grammar at the beginning of a text. `first_W`: the ids that may begin it, and `known_W`, those that have a
     token, as `Matcher` has them."""
 
@@ -184,12 +201,12 @@ class _Compiled(NamedTuple):
     @classmethod
     def of(
         cls, grammar: Grammar, tokenizer: "llguidance.LLTokenizer", vocab_size: int, known_W: np.ndarray
-    ) -> "_Compiled":
+    ) -> "CompiledGrammar":
         import llguidance
 
         name = _NAMES[grammar.kind]
         most = MAX_REGEX_BYTES if grammar.kind == "regex" else MAX_GRAMMAR_BYTES
-        if (size := len((grammar.text + grammar.around).encode("utf-8", "surrogatepass"))) > most:
+        if (size := len("".join(grammar[1:]).encode("utf-8", "surrogatepass"))) > most:
             raise GrammarError(f"{name} of {size:,} bytes is longer than {most:,}; shorten it")
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         try:
@@ -225,7 +242,9 @@ def _rules(grammar: Grammar) -> str:
             rules = LLMatcher.grammar_from_lark(grammar.text)
         case _:
             schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
-            rules = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+            options: Any = {"whitespace_pattern": grammar.whitespace} if grammar.whitespace else JSON_OPTIONS
+            rules = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            _check_optional(json.loads(schema))
     if not grammar.around:
         return rules
     (text,) = json.loads(rules)["grammars"]
@@ -235,10 +254,34 @@ def _rules(grammar: Grammar) -> str:
 def json_rule(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
     """Return the JSON values of a schema as an expression of a Lark grammar.
 
-    `is_lenient`: keywords that the library does not know are left out, in place of an error.
+    `is_lenient`: keywords that the library does not know are left out, in place of an error. Raises GrammarError for an
+    object with too many optional properties.
     """
+    _check_optional(schema)
     options = {**JSON_OPTIONS, "lenient": is_lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _check_optional(schema: Any) -> None:
+    """Raise GrammarError for an object with more optional properties between two required ones than a text can be held
+    to: all of them may come next."""
+    if isinstance(schema, list):
+        for each in schema:
+            _check_optional(each)
+    if not isinstance(schema, Mapping):
+        return
+    properties, required = schema.get("properties"), schema.get("required")
+    run = longest = 0
+    for name in properties if isinstance(properties, Mapping) else ():
+        run = 0 if isinstance(required, list) and name in required else run + 1
+        longest = max(longest, run)
+    if longest > _MOST_OPTIONAL:
+        raise GrammarError(
+            f"the JSON schema has an object with {longest:,} optional properties in a row, and a text can be held to "
+            f"{_MOST_OPTIONAL}; require some of them, or divide them over several objects"
+        )
+    for each in schema.values():
+        _check_optional(each)
 
 
 class _Words:

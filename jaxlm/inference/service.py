@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxlm.inference.engine import Engine, Event
 from jaxlm.inference.generation import EndReason
+from jaxlm.inference.grammar import CompiledGrammar
 from jaxlm.inference.requests import Request
 
 _POLL_S = 0.02  # between looks at what is left, while it drains
@@ -181,12 +182,13 @@ class EngineService:
         seeds: Sequence[int],
         priority: int = 0,
         salt: bytes = b"",
+        compiled: CompiledGrammar | None = None,
     ) -> EventStream:
         """Submit requests, all of them or none, and return the stream of what happens to them.
 
         Args:
           seeds: of each.
-          priority, salt: see `Engine.submit`.
+          priority, salt, compiled: see `Engine.submit`; all requests have one grammar.
 
         Raises InputError and Full as `Engine.submit` does, EngineFailed, and Draining.
         """
@@ -198,7 +200,7 @@ class EngineService:
                 raise Draining("the server ends and takes no more requests")
             try:
                 for index, (request, seed) in enumerate(zip(requests, seeds, strict=True)):
-                    id = self.engine.submit(request, priority=priority, seed=seed, salt=salt)
+                    id = self.engine.submit(request, priority=priority, seed=seed, salt=salt, compiled=compiled)
                     stream._open[index] = id
                     self._listeners[id] = _Listener(stream, index, request, time.monotonic())
             except Exception:

@@ -26,7 +26,7 @@ from jaxlm.server.messages import (
     template_of,
 )
 from jaxlm.server.prompt_scores import PromptLogprobs, prompt_logprobs
-from jaxlm.server.refusals import Refusal
+from jaxlm.server.refusals import Refusal, refusing
 from jaxlm.server.request_body import RequestBody
 from jaxlm.server.schema import DrawingBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
@@ -231,7 +231,7 @@ async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> Ch
     texts = await to_thread.run_sync(_texts, served, caller, body)
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
     if body.stream:
-        texts.begin()
+        await texts.begin()
         return Streamed(texts, _chunks(served, texts, body.role, head, includes_usage))
     async with texts:
         return await _whole(served, texts, body.role, head)
@@ -257,56 +257,60 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStr
         if body.must_call:
             begun = form.opening(body.chosen, answer.prompt_end)
             answer, prompt = answer._replace(begun=begun), [*prompt, *with_controls(served.tokenizer, begun)]
-    grammar = _grammar(served, body, tools, answer)
+    grammar, param = _grammar(served, body, tools, answer)
     prompt = truncated(served, prompt, body.truncate_prompt_tokens, body.most_tokens)
     if not body.ignore_eos:
         options["stop_token_ids"] = (*options["stop_token_ids"], *template.stop_token_ids)
     completion = CompletionRequest(
-        [prompt], body.most_tokens, sampling, is_answer=True, answer=answer, grammar=grammar, **options
+        [prompt],
+        body.most_tokens,
+        sampling,
+        is_answer=True,
+        answer=answer,
+        grammar=grammar,
+        grammar_param=param,
+        **options,
     )
     return CompletionStream(served, caller, completion)
 
 
 def _grammar(
     served: ServedModel, body: ChatBody, tools: list[ToolBody], answer: AnswerOptions | None
-) -> Grammar | None:
-    """Return the grammar of an answer: of what it says, and of its calls, as far as either is asked for. Raises Refusal
-    for one that cannot be used."""
-    grammar, param, controls = body.grammar, body.grammar_param, served.tokenizer.controls
+) -> tuple[Grammar | None, str]:
+    """Return the grammar of an answer, of what it says and of its calls, as far as either is asked for, and the
+    parameter that asks for it. Raises Refusal where the model's form has none."""
+    grammar, controls = body.grammar, served.tokenizer.controls
     is_strict = any(tool.function.strict for tool in tools)
+    param = body.grammar_param if grammar is not None and not body.must_call else "tools"
+    if answer is None or (body.continue_final_message and not tools):
+        return grammar, param
+    if grammar is None and not is_strict and not body.must_call:
+        return None, param
+    with refusing("tools", "tools: "):
+        # Of a tool that is not strict, what can be held to of its schema is.
+        arguments = {
+            tool.function.name: json_rule(
+                {"type": "object", **(tool.function.parameters or _NO_PARAMETERS)}, is_lenient=not tool.function.strict
+            )
+            for tool in tools
+        }
     parallel = body.parallel_tool_calls is not False
-    # Of a tool that is not strict, what can be held to of its schema is.
-    arguments = {
-        tool.function.name: json_rule(
-            {"type": "object", **(tool.function.parameters or _NO_PARAMETERS)}, is_lenient=not tool.function.strict
-        )
-        for tool in tools
-    }
-    if answer is None:
-        whole = grammar
-    elif body.must_call:
+    if body.must_call:
         rules = answer.form.grammar_behind_opening(body.chosen, arguments, controls, parallel)
         whole = None if rules is None else Grammar("lark", rules)
-    elif grammar is None and not is_strict:
-        whole = None
-    elif body.continue_final_message and not tools:
-        whole = grammar
     else:
         speech = None if grammar is None else "@text"
         rules = answer.form.grammar(speech, arguments, controls, answer.prompt_end, parallel)
         around = (grammar or Grammar("lark"))._replace(**{"around" if grammar else "text": rules or ""})
         whole = None if rules is None else around
-    cause = param if grammar is not None and not body.must_call else "tools"
     if whole is None and (is_strict or grammar is not None):
         raise Refusal(
-            f"{cause}: the form in which {served.name} writes {'calls' if tools else 'answers'} cannot be held to a "
+            f"{param}: the form in which {served.name} writes {'calls' if tools else 'answers'} cannot be held to a "
             "grammar; leave out strict tools, and tools beside a form of the text",
-            param=cause,
+            param=param,
             code="unsupported_parameter",
         )
-    if whole is not None:
-        served.check_grammar(whole, cause)
-    return whole
+    return whole, param
 
 
 async def _whole(served: ServedModel, texts: CompletionStream, role: str, head: dict[str, Any]) -> ChatAnswer:

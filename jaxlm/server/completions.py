@@ -77,7 +77,7 @@ async def complete(served: ServedModel, caller: Caller, body: CompletionBody) ->
     texts, shown = await to_thread.run_sync(_texts, served, caller, body)
     answer = _Completion(served, body, texts, shown)
     if body.stream:
-        texts.begin()
+        await texts.begin()
         return Streamed(texts, answer.chunks(includes_usage))
     async with texts:
         return await answer.whole()
@@ -108,10 +108,8 @@ def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[C
     sampling = body.sampling(served.sampling, body.logprobs)
     asked = [body.logprobs if body.echo else None, body.prompt_logprobs]
     scores = max((likeliest for likeliest in asked if likeliest is not None), default=None)
-    if (grammar := body.grammar) is not None:
-        served.check_grammar(grammar, body.grammar_param)
-    options = drawing(body) | {"scores": scores}
-    completion = CompletionRequest(encoded, max_tokens, sampling, grammar=grammar, **options)
+    options = drawing(body) | {"scores": scores, "grammar": body.grammar, "grammar_param": body.grammar_param}
+    completion = CompletionRequest(encoded, max_tokens, sampling, **options)
     return CompletionStream(served, caller, completion), echoed
 
 

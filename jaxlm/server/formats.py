@@ -59,11 +59,15 @@ class StructuredOutputs(RequestBody):
     """A Lark grammar, of which the text is the rule `start`."""
     json_object: Literal[True] | None = None
     """The text is an object of JSON."""
+    whitespace_pattern: Annotated[str, Field(min_length=1)] | None = None
+    """A regular expression of the blanks that may stand between any two tokens of the JSON; by default one space may
+    follow a comma or a colon."""
 
     @property
     def held(self) -> Grammar:
         """The grammar that it means. Raises Refusal for none, and for several."""
-        forms = {name: value for name, value in self.model_dump(by_alias=True).items() if value is not None}
+        given = self.model_dump(by_alias=True, exclude={"whitespace_pattern"})
+        forms = {name: value for name, value in given.items() if value is not None}
         if len(forms) != 1:
             raise Refusal(
                 f"structured_outputs has {', '.join(forms) or 'nothing'}; give only one of json, regex, choice, "
@@ -71,9 +75,16 @@ class StructuredOutputs(RequestBody):
                 param="structured_outputs",
             )
         ((name, value),) = forms.items()
+        if self.whitespace_pattern is not None and name not in ("json", "json_object"):
+            raise Refusal(
+                f"structured_outputs.whitespace_pattern is of json and json_object, and {name} is given; leave it out",
+                param="structured_outputs.whitespace_pattern",
+            )
+        blanks = self.whitespace_pattern or ""
         match name:
             case "json":
-                return Grammar("json_schema", value if isinstance(value, str) else json.dumps(value))
+                schema = value if isinstance(value, str) else json.dumps(value)
+                return Grammar("json_schema", schema, whitespace=blanks)
             case "regex":
                 return Grammar("regex", value)
             case "choice":
@@ -81,7 +92,7 @@ class StructuredOutputs(RequestBody):
                 return Grammar("lark", f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(each) for each in value)}")
             case "grammar":
                 return Grammar("lark", value)
-        return Grammar("json_object")
+        return Grammar("json_object", whitespace=blanks)
 
 
 class TextFormat(RequestBody):

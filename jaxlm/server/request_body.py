@@ -1,7 +1,8 @@
 """The base of all tables of requests. Imports no JAX."""
 
 import difflib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic import model_validator as validator
@@ -9,9 +10,15 @@ from pydantic_core import PydanticCustomError
 
 
 class RequestBody(BaseModel):
-    """A table of a request. Unknown parameters are refused, with the nearest name."""
+    """A table of a request. Unknown parameters are refused, with the nearest name.
+
+    Attributes:
+      elsewhere: names that other servers know, and what says the same here.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     @validator(mode="before")
     @classmethod
@@ -22,6 +29,7 @@ class RequestBody(BaseModel):
                 if name not in known:
                     near = difflib.get_close_matches(str(name), known, 1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
+                    hint = f"; {cls.elsewhere[name]}" if name in cls.elsewhere else hint
                     message = f"unknown parameter {name!r}{hint}"
                     raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "name": name})
         return values

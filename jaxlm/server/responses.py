@@ -161,7 +161,7 @@ async def respond(served: ServedModel, caller: Caller, body: ResponsesBody) -> R
     texts = await to_thread.run_sync(_texts, served, caller, body)
     answer = _Response(served, body, texts)
     if body.stream:
-        texts.begin()
+        await texts.begin()
         return Streamed(texts, answer.events())
     async with texts:
         async for _ in answer.events():
@@ -180,13 +180,11 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
     template = template_of(served, effort=body.reasoning and body.reasoning.effort)
     form, prompt = served.answer_format, encoded(template, messages)
     end, grammar = prompt_end(served, prompt), body.text and body.text.format and body.text.format.grammar
-    if grammar is not None:
-        if form:
-            rules = form.grammar("@text", {}, served.tokenizer.controls, end, parallel=True)
-            if rules is None:
-                raise Refusal(f"the answers of {served.name} cannot be held to a grammar", param="text.format")
-            grammar = grammar._replace(around=rules)
-        served.check_grammar(grammar, "text.format")
+    if grammar is not None and form:
+        rules = form.grammar("@text", {}, served.tokenizer.controls, end, parallel=True)
+        if rules is None:
+            raise Refusal(f"the answers of {served.name} cannot be held to a grammar", param="text.format")
+        grammar = grammar._replace(around=rules)
     completion = CompletionRequest(
         [prompt],
         body.max_output_tokens,
@@ -197,6 +195,7 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
         is_answer=True,
         answer=form and AnswerOptions(form, prompt_end=end),
         grammar=grammar,
+        grammar_param="text.format",
     )
     return CompletionStream(served, caller, completion)
 

@@ -26,6 +26,18 @@ _MEMBER = re.compile(r"str|(list|dict)\[.*\]")  # of a union, in the place of an
 Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
 Salt = Annotated[str, Field(min_length=1)]  # an empty one would be none
 
+# Names of forms that other servers take, or took.
+_FORMS = {
+    "guided_json": 'give structured_outputs = {"json": …}, or response_format of the type "json_schema"',
+    "guided_regex": 'give structured_outputs = {"regex": …}',
+    "guided_choice": 'give structured_outputs = {"choice": […]}',
+    "guided_grammar": 'give structured_outputs = {"grammar": …}, a Lark grammar',
+    "guided_whitespace_pattern": 'give structured_outputs = {"json": …, "whitespace_pattern": …}',
+    "json_schema": 'give response_format = {"type": "json_schema", "json_schema": {"name": …, "schema": …}}',
+    "regex": 'give structured_outputs = {"regex": …}',
+    "grammar": 'give structured_outputs = {"grammar": …}, a Lark grammar',
+}
+
 MAX_STOPS = 16  # stop strings of a request
 MAX_CHOICES = 128  # continuations of a prompt, as many as OpenAI's API gives
 
@@ -116,6 +128,8 @@ class SamplingBody(RequestBody):
 
 class DrawingBody(SamplingBody):
     """The parameters of requests for completions and answers."""
+
+    elsewhere = _FORMS
 
     repetition_penalty: float | None = None
     """Divide positive logits of tokens before by this, and multiply others."""

@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from anyio import CapacityLimiter, to_thread
+
 from jaxlm.costs.serving import TokenCost
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.inference.grammar import Grammar
+from jaxlm.inference.grammar import CompiledGrammar, Grammar
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.service import EngineService
 from jaxlm.parallel.layout import Layout
 from jaxlm.server.answers.answer_formats import AnswerFormat, form_of
 from jaxlm.server.refusals import Refusal, refusing
+
+_COMPILING = 2  # grammars at a time
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,20 @@ class ServedModel:
         """The devices along each axis of the mesh."""
         return Layout(self.service.engine.runner.programs.mesh.shape)
 
-    def check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Compile a grammar, so that the engine finds it compiled. Raises Refusal for one that cannot be used, naming
-        the parameter."""
+    async def compiled(self, grammar: Grammar, param: str) -> CompiledGrammar:
+        """Return a grammar compiled, in a thread that nothing but grammars waits for. Raises Refusal for one that
+        cannot be used, naming the parameter."""
         grammars = self.service.engine.grammars
         assert grammars is not None, "a server has a tokenizer"
         with refusing(param, f"{param}: "):
-            grammars.check(grammar)
+            if (kept := grammars.kept(grammar)) is not None:
+                return kept
+            return await to_thread.run_sync(grammars.compile, grammar, limiter=self._compiling)
+
+    @cached_property
+    def _compiling(self) -> CapacityLimiter:
+        """The threads that compile grammars: fewer than the machine has for all else."""
+        return CapacityLimiter(_COMPILING)
 
     def room(self, prompt_tokens: int) -> int:
         """Return how many tokens may follow a prompt; the last one is drawn and never read. At least 1, for a prompt

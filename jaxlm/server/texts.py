@@ -79,6 +79,7 @@ class CompletionRequest:
         beside that of the token; None: not even that.
       ranks: the ranks of the prompts' tokens are asked for too.
       grammar: of the continuations.
+      grammar_param: the parameter that gave it.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -98,6 +99,7 @@ class CompletionRequest:
     scores: int | None = None
     ranks: bool = False
     grammar: Grammar | None = None
+    grammar_param: str = ""
 
 
 class TextDelta(NamedTuple):
@@ -117,8 +119,7 @@ class CompletionStream:
     """The continuations of a request: `n` of its first prompt, then of the next. A context, which submits the
     continuations, and cancels at its end those that have not ended.
 
-    A stream may be made in any thread. Raises Refusal for a request that cannot be served; `begin` raises as
-    `EngineService.stream` does.
+    A stream may be made in any thread. Raises Refusal for a request that cannot be served.
 
     Attributes:
       prompt_scores: for each index, the prompt's tokens after the first with their log-probabilities, as draws have
@@ -186,15 +187,19 @@ class CompletionStream:
         self._cached_tokens = self._completion_tokens = self._reasoning_tokens = 0
         self._stream: EventStream | None = None
 
-    def begin(self) -> None:
-        """Submit all requests. Raises as `EngineService.stream` does."""
+    async def begin(self) -> None:
+        """Compile the grammar, and submit all requests. Raises as `ServedModel.compiled` and `EngineService.stream`
+        do."""
+        compiled = None
+        if (grammar := self.completion.grammar) is not None:
+            compiled = await self.served.compiled(grammar, self.completion.grammar_param)
         self._stream = self.served.service.stream(
-            self._requests, seeds=self._seeds, priority=self.completion.priority, salt=self._salt
+            self._requests, seeds=self._seeds, priority=self.completion.priority, salt=self._salt, compiled=compiled
         )
 
     async def __aenter__(self) -> "CompletionStream":
         if self._stream is None:
-            self.begin()
+            await self.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:

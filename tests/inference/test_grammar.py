@@ -71,12 +71,13 @@ def narrow(make, roomy):
 
 @pytest.fixture(scope="module")
 def biases(tokenizer):
-    """Biases by which a text of random weights soon ends: to what ends its parts, and from blanks."""
-    given = {**dict.fromkeys(['"', "}", "]", ",", '",', '"}', "}}"], 4.0), **dict.fromkeys(" \n\r\t", -4.0)}
-    return {tokenizer.encode(text)[0]: bias for text, bias in given.items()}
+    """Biases to what ends the parts of a text, by which a text of random weights soon ends."""
+    return {tokenizer.encode(text)[0]: 4.0 for text in ['"', "}", "]", ",", '",', '"}', "}}"]}
 
 
-PROPERTIES = {f"p{i}": {"type": "string"} for i in range(900)}
+def optional(count):
+    """Return the schema of an object with so many optional properties."""
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
 
 
 def regex(pattern, max_tokens=30, sampling=Sampling(), **options):
@@ -243,6 +244,8 @@ def test_penalties_and_filters_keep_their_meaning(roomy, tokenizer):
         (Grammar("json_schema", '{"type": "array", "items":' * 300 + "{}" + "}" * 300), "recursion limit"),
         (Grammar("regex", "a" * 200_000), "of 200,000 bytes is longer than 2,048"),
         (Grammar("regex", "\ud83d"), "surrogates not allowed"),
+        (Grammar("json_schema", json.dumps({"items": [optional(951)]})), "951 optional properties in a row, and a"),
+        (Grammar("json_object", whitespace="("), "unclosed group"),
     ],
     ids=str,
 )
@@ -254,13 +257,13 @@ def test_a_grammar_that_cannot_be_used_is_refused_in_one_line(grammar, says, roo
 
 
 def test_a_grammar_that_grows_too_large_fails_alone(roomy):
-    """An expression of which each token makes more states, and an object of too many properties."""
+    """An expression of which each token makes more states, and objects of too many properties together."""
     other = Request([9], 12, stream=3)
     alone = drawn(roomy, [other])
-    wide = Grammar("json_schema", json.dumps({"type": "object", "properties": PROPERTIES}))
+    wide = Grammar("json_schema", json.dumps({"anyOf": [optional(900), optional(901)]}))
     long, wide = regex("([a-z]{1,1000}){500,1000}0", 300), regex("", 300)._replace(grammar=wide)
     first, second, beside = drawn(roomy, [long, wide, other])
-    assert "too many expressions" in first[2] and "items; max is 2000" in second[2] and [beside] == alone
+    assert "too many expressions" in first[2] and "items; max is 4000" in second[2] and [beside] == alone
 
 
 def test_others_go_on_at_each_step_while_a_text_waits_for_its_token(roomy):
@@ -275,6 +278,43 @@ def test_others_go_on_at_each_step_while_a_text_waits_for_its_token(roomy):
     assert not roomy.pages_held
 
 
+def allows(tokenizer, grammar, text):
+    """Return whether a text is one of a grammar's."""
+    held = Grammars(tokenizer, VOCABULARY)
+    matcher = held.matcher(held.compile(grammar), [tokenizer.encode("\x00")[0]])
+    for token in tokenizer.encode(text):
+        if matcher.has_ended or not matcher.allowed_W[token // 32] >> token % 32 & 1:
+            return False
+        matcher.accept(token)
+        assert not matcher.error
+    return matcher.has_ended
+
+
+def test_json_is_compact_unless_blanks_are_asked_for(tokenizer):
+    """In schemas, in any object, and within other grammars."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {}}}, "additionalProperties": False}
+    value = {"a": [1, {"b": None, "c": []}]}
+    indented = json.dumps(value, indent=2)
+    forms = [
+        Grammar("json_object"),
+        Grammar("json_schema", json.dumps(schema)),
+        Grammar("lark", f"start: {json_rule(schema)}"),
+    ]
+    for form in forms:
+        assert all(allows(tokenizer, form, text) for text in (json.dumps(value), json.dumps(value, separators=",:")))
+        assert not any(allows(tokenizer, form, text) for text in (indented, '{"a":  []}', '{"a" :[]}', '{ "a":[]}'))
+    assert all(allows(tokenizer, form._replace(whitespace="[ \n]{1,9}"), indented) for form in forms[:2])
+    assert not allows(tokenizer, forms[0]._replace(whitespace="[ ]{1,2}"), indented)
+
+
+def test_an_object_may_have_many_optional_properties(tokenizer):
+    """Required ones divide them into runs."""
+    whole = {**optional(950), "additionalProperties": False}
+    assert allows(tokenizer, Grammar("json_schema", json.dumps(whole)), '{"p7":"","p8":"","p949":"x"}')
+    divided = {**optional(1800), "required": ["p900"], "additionalProperties": False}
+    assert allows(tokenizer, Grammar("json_schema", json.dumps(divided)), '{"p1":"","p900":"","p1799":"x"}')
+
+
 def test_an_engine_without_a_tokenizer_takes_no_grammar(make):
     engine = make()
     engine.grammars = None
@@ -285,17 +325,18 @@ def test_an_engine_without_a_tokenizer_takes_no_grammar(make):
 def test_the_missing_library_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InputError, match=r"needs the package llguidance: .*\[grammar\]"):
-        Grammars(tokenizer, VOCABULARY).check(Grammar("json_object"))
+        Grammars(tokenizer, VOCABULARY).compile(Grammar("json_object"))
 
 
 def test_few_compiled_grammars_are_kept(tokenizer, monkeypatch):
-    compiled, of = [], grammars._Compiled.of
+    compiled, of = [], grammars.CompiledGrammar.of
     monkeypatch.setattr(grammars, "_KEPT", 2)
-    monkeypatch.setattr(grammars._Compiled, "of", lambda grammar, *rest: compiled.append(grammar) or of(grammar, *rest))
+    of_grammar = lambda grammar, *rest: compiled.append(grammar) or of(grammar, *rest)  # noqa: E731
+    monkeypatch.setattr(grammars.CompiledGrammar, "of", of_grammar)
     known = Grammars(tokenizer, VOCABULARY)
     a, b, c = (Grammar("regex", letter) for letter in "abc")
     for grammar in (a, b, a, c, a, b):
-        known.matcher(grammar)
+        known.compile(grammar)
     assert compiled == [a, b, c, b]
 
 
@@ -303,7 +344,8 @@ def test_few_compiled_grammars_are_kept(tokenizer, monkeypatch):
 def test_the_ids_of_any_vocabulary_have_their_bits(size):
     """Also where the library's own end would begin another word."""
     tokenizer = tokenizer_fixtures.chatml()
-    matcher = Grammars(tokenizer, size).matcher(Grammar("regex", "[ab]c?"), tokenizer.stop_token_ids)
+    held = Grammars(tokenizer, size)
+    matcher = held.matcher(held.compile(Grammar("regex", "[ab]c?")), tokenizer.stop_token_ids)
 
     def allowed():
         assert matcher.allowed_W.dtype == np.uint32 and len(matcher.allowed_W) == -(-size // 32)
@@ -328,7 +370,8 @@ def test_the_ids_of_any_vocabulary_have_their_bits(size):
 )
 def test_a_tokens_bytes_are_those_of_its_text(tokenizer, text):
     """A text that the grammar leaves no choice about is the text that the tokens give."""
-    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(Grammar("lark", f"start: {json.dumps(text)} /x?/"))
+    held = Grammars(tokenizer, tokenizer.vocab_size)
+    matcher = held.matcher(held.compile(Grammar("lark", f"start: {json.dumps(text)} /x?/")))
     content = b""
     while content != text.encode():
         bits = np.unpackbits(matcher.allowed_W.view(np.uint8), bitorder="little")
@@ -343,13 +386,13 @@ def test_an_id_without_a_token_is_never_allowed(tokenizer):
     held = Grammars(tokenizer, tokenizer.vocab_size + 8)
     for _ in range(2):  # also where it is known that the grammar cannot be used
         with pytest.raises(GrammarError, match="no text of this model's tokens fits it"):
-            held.check(Grammar("lark", f"start: <[{tokenizer.vocab_size + 3}]>"))
+            held.compile(Grammar("lark", f"start: <[{tokenizer.vocab_size + 3}]>"))
 
 
 def test_one_of_very_many_choices_can_be_followed(tokenizer):
     held = Grammars(tokenizer, VOCABULARY)
     choices = [f"a{n}" for n in range(2500)]
-    matcher = held.matcher(StructuredOutputs(choice=choices).held)
+    matcher = held.matcher(held.compile(StructuredOutputs(choice=choices).held))
     for token in tokenizer.encode("a249"):
         matcher.accept(token)
     assert matcher.error is None and not matcher.has_ended

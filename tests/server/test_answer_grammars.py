@@ -41,7 +41,8 @@ def written(tokenizer, grammar, seed, likely=(), most=300):
     `likely` texts are drawn where they may be."""
     (end,) = tokenizer.stop_token_ids
     draw, tokens = np.random.default_rng(seed), []
-    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(grammar, [end])
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    matcher = grammars.matcher(grammars.compile(grammar), [end])
     controls, encode = tokenizer.controls, tokenizer.encode
     likely = [id for text in likely for id in ([controls[text]] if text in controls else encode(text))]
     while not matcher.has_ended and len(tokens) < most:

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.xdist_group("server")
 PROMPT = {"model": "tiny", "prompt": "Hello"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
+_BLANKS = "structured_outputs.whitespace_pattern", "is of json and json_object, and regex is given"
+
 COMPLETIONS = [
     ({"promt": "x"}, "promt", "did you mean 'prompt'?"),
     ({"max_token": 3}, "max_token", "did you mean 'max_tokens'?"),
@@ -44,6 +46,8 @@ COMPLETIONS = [
     ({"structured_outputs": {}}, "structured_outputs", "has nothing; give only one of json, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
     ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "did you mean 'regex'?"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, *_BLANKS),
+    ({"guided_json": {}}, "guided_json", 'give structured_outputs = {"json": …}, or response_format'),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "cannot be read: EOF"),

@@ -1,7 +1,9 @@
 """Texts that are held to a form, by the client of OpenAI: JSON of a schema, choices, expressions and calls of tools."""
 
+import asyncio
 import json
 import re
+import threading
 from typing import Literal
 
 import jsonschema
@@ -12,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from serving import SEED, serving
 
 from jaxlm.data.chat_template import ChatTemplate
+from jaxlm.inference import grammar as grammar_module
+from jaxlm.inference.grammar import CompiledGrammar
+from jaxlm.server.served import ServedModel
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -29,15 +34,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEM
 
 
 @pytest.fixture(scope="module")
-def terse(tokenizer):
-    """Biases against blanks, of which a text of random weights would have many."""
-    return {str(tokenizer.encode(blank)[0]): -100 for blank in " \n\r\t"}
-
-
-@pytest.fixture(scope="module")
-def chat(client, terse):
+def chat(client):
     def chat(**options):
-        asked = {"model": "tiny", "messages": QUESTION, "seed": SEED, "logit_bias": terse, "max_tokens": 150}
+        asked = {"model": "tiny", "messages": QUESTION, "seed": SEED, "max_tokens": 150}
         return client.chat.completions.create(**{**asked, **options})
 
     return chat
@@ -67,16 +66,16 @@ class Trip(BaseModel):
     nights: int = Field(ge=1, le=9)
 
 
-def test_the_client_reads_values_of_a_class(client, terse):
+def test_the_client_reads_values_of_a_class(client):
     answer = client.chat.completions.parse(
-        model="tiny", messages=QUESTION, response_format=Trip, seed=SEED, logit_bias=terse, max_tokens=100
+        model="tiny", messages=QUESTION, response_format=Trip, seed=SEED, max_tokens=100
     )
     assert isinstance(answer.choices[0].message.parsed, Trip)
 
 
-def test_an_answer_is_an_object_or_any_text(chat, terse, tokenizer):
+def test_an_answer_is_an_object_or_any_text(chat, tokenizer):
     ends = {str(tokenizer.encode(mark)[0]): 5 for mark in '"}],'}
-    answer = chat(response_format={"type": "json_object"}, logit_bias=terse | ends, temperature=0.5)
+    answer = chat(response_format={"type": "json_object"}, logit_bias=ends, temperature=0.5)
     assert answer.choices[0].message.content.startswith("{")
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(answer.choices[0].message.content), dict)
@@ -92,20 +91,63 @@ def test_an_answer_is_an_object_or_any_text(chat, terse, tokenizer):
         ({"grammar": 'start: "<" /[xyz]{3}/ ">"'}, lambda text: re.fullmatch("<[xyz]{3}>", text)),
         ({"json": SCHEMA}, is_trip),
         ({"json": json.dumps(SCHEMA)}, is_trip),
+        ({"json": SCHEMA, "whitespace_pattern": "[ ]"}, lambda text: is_trip(text) and re.search("[^:,] ", text)),
     ],
 )
-def test_texts_have_the_forms_of_vllm(form, fits, client, chat, terse):
+def test_texts_have_the_forms_of_vllm(form, fits, client, chat):
     assert fits(chat(extra_body={"structured_outputs": form}).choices[0].message.content)
     completion = client.completions.create(
         model="tiny",
         prompt=["a", "b"],
         n=2,
         seed=SEED,
-        logit_bias=terse,
         max_tokens=150,
         extra_body={"structured_outputs": form},
     )
     assert len(completion.choices) == 4 and all(fits(choice.text) for choice in completion.choices)
+
+
+def test_others_are_answered_while_grammars_are_compiled(server, monkeypatch):
+    """However many wait. A request compiles its grammar once, and the engine finds it compiled."""
+    gate, threads, compile_one = threading.Event(), [], CompiledGrammar.of
+    arrived, compiled = [], ServedModel.compiled
+
+    def compile_behind_gate(grammar, *rest):
+        threads.append(threading.current_thread().name)
+        assert gate.wait(60)
+        return compile_one(grammar, *rest)
+
+    def arrive(served, grammar, param):
+        arrived.append(grammar)
+        return compiled(served, grammar, param)
+
+    monkeypatch.setattr(CompiledGrammar, "of", compile_behind_gate)
+    monkeypatch.setattr(ServedModel, "compiled", arrive)
+    monkeypatch.setattr(grammar_module, "_KEPT", 0)
+
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{server[1]}/v1", api_key="any", max_retries=0, timeout=30) as client:
+
+            async def held(number):
+                form = {"structured_outputs": {"regex": f"x{number}"}}
+                asked = {"model": "tiny", "prompt": "a", "n": 1 + (number == 2), "max_tokens": 9, "extra_body": form}
+                answer = await client.completions.create(**asked)
+                return {choice.text for choice in answer.choices} == {f"x{number}"}
+
+            waiting = [asyncio.create_task(held(number)) for number in range(2, 47)]
+            while len(arrived) < 40:  # as many as there are threads for all else
+                await asyncio.sleep(0.01)
+            others = [client.completions.create(model="tiny", prompt="a", max_tokens=3) for _ in range(3)]
+            answers = await asyncio.gather(*others)
+            assert not any(task.done() for task in waiting) and all(answer.choices for answer in answers)
+            gate.set()
+            return await asyncio.gather(*waiting)
+
+    try:
+        assert all(asyncio.run(ask()))
+    finally:
+        gate.set()
+    assert len(threads) == 45 and not {"engine", "MainThread"} & set(threads)
 
 
 def test_a_response_has_a_form(client):
@@ -140,7 +182,7 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module", params=["hermes", "llama3"])
-def calling(request, engine, tokenizer, terse):
+def calling(request, engine, tokenizer):
     """Ask a server whose template shows calls in a form."""
     template = ChatTemplate(template_of(CALLS[request.param]), tokenizer, {}, "chat_template.jinja")
     with (
@@ -149,7 +191,7 @@ def calling(request, engine, tokenizer, terse):
     ):
 
         def create(**options):
-            asked = {"model": "tiny", "messages": QUESTION, "seed": SEED, "logit_bias": terse, "tools": TOOLS}
+            asked = {"model": "tiny", "messages": QUESTION, "seed": SEED, "tools": TOOLS}
             return client.chat.completions.create(**{**asked, "max_tokens": 160, **options}).choices[0]
 
         yield create

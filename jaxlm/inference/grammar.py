@@ -244,7 +244,7 @@ def _rules(grammar: Grammar) -> str:
             schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
             options: Any = {"whitespace_pattern": grammar.whitespace} if grammar.whitespace else JSON_OPTIONS
             rules = LLMatcher.grammar_from_json_schema(schema, overrides=options)
-            _check_optional(json.loads(schema))
+            check_optional(json.loads(schema))
     if not grammar.around:
         return rules
     (text,) = json.loads(rules)["grammars"]
@@ -257,17 +257,17 @@ def json_rule(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
     `is_lenient`: keywords that the library does not know are left out, in place of an error. Raises GrammarError for an
     object with too many optional properties.
     """
-    _check_optional(schema)
+    check_optional(schema)
     options = {**JSON_OPTIONS, "lenient": is_lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _check_optional(schema: Any) -> None:
+def check_optional(schema: Any) -> None:
     """Raise GrammarError for an object with more optional properties between two required ones than a text can be held
     to: all of them may come next."""
     if isinstance(schema, list):
         for each in schema:
-            _check_optional(each)
+            check_optional(each)
     if not isinstance(schema, Mapping):
         return
     properties, required = schema.get("properties"), schema.get("required")
@@ -281,7 +281,7 @@ def _check_optional(schema: Any) -> None:
             f"{_MOST_OPTIONAL}; require some of them, or divide them over several objects"
         )
     for each in schema.values():
-        _check_optional(each)
+        check_optional(each)
 
 
 class _Words:

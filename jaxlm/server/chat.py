@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jaxlm.inference.generation import Token
-from jaxlm.inference.grammar import Grammar, json_rule
+from jaxlm.inference.grammar import Grammar
 from jaxlm.inference.requests import MAX_LOGPROBS
 from jaxlm.server.answers.call_formats import FORMATS
 from jaxlm.server.answers.calls import CalledFunction
@@ -69,8 +69,7 @@ class ChatBody(DrawingBody, ConversationBody):
         Literal["none", "auto", "required"] | ToolChoice | None,
         in_words('"none", "auto", "required", or {"type": "function", "function": {"name": …}}'),
     ] = None
-    """"none" shows the model no tools; with "required", or a function, an answer begins with a call, and is calls where
-    the model's form of calls has arguments as JSON."""
+    """"none" shows the model no tools; with "required", or a function, an answer is calls."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables that the model's chat template reads, such as `enable_thinking`."""
     parallel_tool_calls: bool | None = None
@@ -286,31 +285,26 @@ def _grammar(
         return grammar, param
     if grammar is None and not is_strict and not body.must_call:
         return None, param
+    functions = [tool.function for tool in tools]
+    schemas = {each.name: {"type": "object", **(each.parameters or _NO_PARAMETERS)} for each in functions}
     with refusing("tools", "tools: "):
         # Of a tool that is not strict, what can be held to of its schema is.
-        arguments = {
-            tool.function.name: json_rule(
-                {"type": "object", **(tool.function.parameters or _NO_PARAMETERS)}, is_lenient=not tool.function.strict
-            )
-            for tool in tools
-        }
+        lenient = [each.name for each in functions if not each.strict]
+        arguments = answer.form.arguments(schemas, lenient) if schemas else {}
     parallel = body.parallel_tool_calls is not False
     if body.must_call:
         rules = answer.form.grammar_behind_opening(body.chosen, arguments, controls, parallel)
-        whole = None if rules is None else Grammar("lark", rules)
-    else:
-        speech = None if grammar is None else "@text"
-        rules = answer.form.grammar(speech, arguments, controls, answer.prompt_end, parallel)
-        around = (grammar or Grammar("lark"))._replace(**{"around" if grammar else "text": rules or ""})
-        whole = None if rules is None else around
-    if whole is None and (is_strict or grammar is not None):
+        return Grammar("lark", rules), param
+    speech = None if grammar is None else "@text"
+    rules = answer.form.grammar(speech, arguments, controls, answer.prompt_end, parallel)
+    if rules is None:
         raise Refusal(
             f"{param}: the form in which {served.name} writes {'calls' if tools else 'answers'} cannot be held to a "
             "grammar; leave out strict tools, and tools beside a form of the text",
             param=param,
             code="unsupported_parameter",
         )
-    return whole, param
+    return Grammar("lark", rules) if grammar is None else grammar._replace(around=rules), param
 
 
 async def _whole(served: ServedModel, texts: CompletionStream, role: str, head: dict[str, Any]) -> ChatAnswer:

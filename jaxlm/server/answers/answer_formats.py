@@ -1,16 +1,17 @@
 """The form in which a model writes answers, as its chat template shows it."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.json_text import json_value
 from jaxlm.data.chat_template import ChatTemplate
+from jaxlm.inference.grammar import json_rule
 from jaxlm.server.answers import harmony
 from jaxlm.server.answers.call_formats import FORMATS, CallFormat
-from jaxlm.server.answers.call_syntax import Schemas
+from jaxlm.server.answers.call_syntax import Schemas, TaggedSyntax
 from jaxlm.server.answers.calls import AnswerParts, CallReader
 from jaxlm.server.answers.grammars import (
     Arguments,
@@ -24,6 +25,7 @@ from jaxlm.server.answers.grammars import (
 )
 from jaxlm.server.answers.harmony import HarmonyReader
 from jaxlm.server.answers.reasoning import ReasoningParser, ThoughtFormat, thoughts_of
+from jaxlm.server.answers.tagged_grammars import tagged_arguments
 
 
 class AnswerReader(Protocol):
@@ -63,23 +65,31 @@ class AnswerFormat(Protocol):
         """Return the text that begins a call behind a prompt, of any function (its first mark) or of one."""
         ...
 
+    def arguments(self, schemas: Mapping[str, Mapping[str, Any]], lenient: Collection[str]) -> Arguments:
+        """Return the arguments of functions by their schemas, for `grammar`.
+
+        Args:
+          lenient: functions of whose schemas only what can be held to is.
+
+        Raises GrammarError for a schema that the form cannot be held to.
+        """
+        ...
+
     def grammar(
         self, speech: str | None, arguments: Arguments, controls: Controls, prompt_end: str, parallel: bool
     ) -> str | None:
-        """Return the Lark grammar of whole answers; None where the form's calls cannot be held to one.
+        """Return the Lark grammar of whole answers; None where the form has none for want of control tokens.
 
         Args:
           speech: the expression of what is said; None for any text.
-          arguments: the expressions of the arguments of functions that may be called.
+          arguments: of functions that may be called.
           controls: the ids of control tokens.
           parallel: whether an answer may have several calls.
         """
         ...
 
-    def grammar_behind_opening(
-        self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool
-    ) -> str | None:
-        """Return the Lark grammar of what follows `opening`; None where the form's calls cannot be held to one."""
+    def grammar_behind_opening(self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool) -> str:
+        """Return the Lark grammar of what follows `opening`."""
         ...
 
 
@@ -107,29 +117,35 @@ class PlainForm:
         thought = f"{self.thoughts.end}\n\n" if self.thoughts and self._is_inside(prompt_end) else ""
         return thought + _begun(self.calls.opening, name)
 
+    def arguments(self, schemas: Mapping[str, Mapping[str, Any]], lenient: Collection[str]) -> Arguments:
+        assert self.calls is not None
+        tags, syntax = self.calls.tags, self.calls.syntax
+        if tags is None:
+            return _json_arguments(schemas, lenient)
+        assert isinstance(syntax, TaggedSyntax)
+        return {
+            name: tagged_arguments(tags, syntax, schema, prefix=f"{place}_", is_lenient=name in lenient)
+            for place, (name, schema) in enumerate(schemas.items())
+        }
+
     def grammar(
         self, speech: str | None, arguments: Arguments, controls: Controls, prompt_end: str, parallel: bool
-    ) -> str | None:
+    ) -> str:
         is_inside = self._is_inside(prompt_end)
         thought = thought_before(self.thoughts, controls, is_inside)
         body, pattern = LarkRules(speech or "FREE"), "(?s:.*)"
         if arguments:
             assert self.calls is not None
             calls = calls_behind(self.calls, arguments, controls, None, parallel)
-            if calls is None:
-                return None
             body = said_or_called(self.calls, speech, calls, controls)
             if self.calls.start is None:
                 pattern = r"([^{\s](?s:.*))?"  # what begins otherwise is a call
         free = free_text(self.thoughts, controls, is_inside, pattern)
         return grammar_of(LarkRules(f"{thought.expression} ({body.expression})"), thought, body, LarkRules("", (free,)))
 
-    def grammar_behind_opening(
-        self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool
-    ) -> str | None:
+    def grammar_behind_opening(self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool) -> str:
         assert self.calls is not None
-        calls = calls_behind(self.calls, arguments, controls, name, parallel)
-        return None if calls is None else grammar_of(calls)
+        return grammar_of(calls_behind(self.calls, arguments, controls, name, parallel))
 
     def _is_inside(self, prompt_end: str) -> bool:
         return self.thoughts is not None and prompt_end.rstrip().endswith(self.thoughts.start)
@@ -150,15 +166,21 @@ class HarmonyForm:
     def opening(self, name: str | None, prompt_end: str) -> str:
         return _begun(harmony.OPENING, name)
 
+    def arguments(self, schemas: Mapping[str, Mapping[str, Any]], lenient: Collection[str]) -> Arguments:
+        return _json_arguments(schemas, lenient)
+
     def grammar(
         self, speech: str | None, arguments: Arguments, controls: Controls, prompt_end: str, parallel: bool
     ) -> str | None:
         return harmony.grammar(speech, arguments, controls) if controls.keys() >= set(harmony.MARKS) else None
 
-    def grammar_behind_opening(
-        self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool
-    ) -> str | None:
+    def grammar_behind_opening(self, name: str | None, arguments: Arguments, controls: Controls, parallel: bool) -> str:
         return harmony.grammar_behind_opening(name, arguments, controls)
+
+
+def _json_arguments(schemas: Mapping[str, Mapping[str, Any]], lenient: Collection[str]) -> Arguments:
+    """Return arguments that are written as JSON."""
+    return {name: LarkRules(json_rule(schema, is_lenient=name in lenient)) for name, schema in schemas.items()}
 
 
 def _begun(opening: tuple[str, str, str], name: str | None) -> str:

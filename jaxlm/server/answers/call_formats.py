@@ -2,8 +2,17 @@
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxlm.server.answers.call_syntax import CallSyntax, JsonSyntax, NamedJsonSyntax, TaggedSyntax
+
+
+class ArgumentTags(NamedTuple):
+    """The texts before the key of an argument, between the key and its value, and behind the value."""
+
+    before_key: str
+    before_value: str
+    behind_value: str
 
 
 @dataclass(frozen=True)
@@ -16,8 +25,9 @@ class CallFormat:
       syntax: of the text between.
       controls: control tokens that are parts of a call. Those in `dropped` stand around calls and say nothing.
       opening: what begins any call, from there to the name of its function, and from the name to the arguments.
-      closing: what ends the calls, from the arguments of the last on; None where arguments are not JSON.
+      closing: what ends the calls, from the arguments of the last on.
       between: what stands between the arguments of a call and the name of the next.
+      tags: around the arguments and their keys; None where arguments are JSON.
     """
 
     start: str | None
@@ -26,8 +36,9 @@ class CallFormat:
     opening: tuple[str, str, str]
     controls: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    closing: str | None = None
-    between: str | None = None
+    closing: str = ""
+    between: str = ""
+    tags: ArgumentTags | None = None
 
     @property
     def marks(self) -> frozenset[str]:
@@ -46,12 +57,9 @@ def _function_tags(newline: str) -> TaggedSyntax:
     without."""
     return TaggedSyntax(
         re.compile(r"\s*<function=(?P<name>[^>\n]+)>"),
+        re.compile(rf"\s*<parameter=(?P<key>[^>\n]+)>{newline}"),
         # A value ends with its tag; models forget the tag where the next argument begins a line.
-        re.compile(
-            rf"\s*<parameter=(?P<key>[^>\n]+)>{newline}(?P<value>.*?)"
-            rf"(?:{newline}</parameter>(?=\s*(?:<parameter=|</function>|\Z))|(?=\n<parameter=))",
-            re.S,
-        ),
+        re.compile(rf"{newline}</parameter>(?=\s*(?:<parameter=|</function>|\Z))|(?=\n<parameter=)"),
         "</function>",
         "<parameter=",
         "</parameter>",
@@ -66,24 +74,37 @@ FORMATS = {
         closing="}\n</tool_call>",
         between='}\n</tool_call>\n<tool_call>\n{"name": "',
     ),
-    "qwen3-coder": CallFormat(*_TAGS, _function_tags("\n?"), ("<tool_call>", "\n<function=", ">\n")),
+    "qwen3-coder": CallFormat(
+        *_TAGS,
+        _function_tags("\n?"),
+        ("<tool_call>", "\n<function=", ">\n"),
+        closing="</function>\n</tool_call>",
+        between="</function>\n</tool_call>\n<tool_call>\n<function=",
+        tags=ArgumentTags("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
     "seed-oss": CallFormat(
-        "<seed:tool_call>", "</seed:tool_call>", _function_tags(""), ("<seed:tool_call>", "\n<function=", ">\n")
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        _function_tags(""),
+        ("<seed:tool_call>", "\n<function=", ">\n"),
+        closing="</function>\n</seed:tool_call>",
+        between="</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=",
+        tags=ArgumentTags("<parameter=", ">", "</parameter>\n"),
     ),
     "glm": CallFormat(  # 4.5 and later
         *_TAGS,
         TaggedSyntax(
             re.compile(r"\s*(?P<name>[\w.-]+)\s*"),
-            re.compile(
-                r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-                r"(?=\s*(?:<arg_key>|\Z))",
-                re.S,
-            ),
+            re.compile(r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>"),
+            re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))"),
             "",
             "<arg_value>",
             "</arg_value>",
         ),
         ("<tool_call>", "", "\n"),
+        closing="</tool_call>",
+        between="</tool_call>\n<tool_call>",
+        tags=ArgumentTags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     "nemotron": CallFormat(
         "<TOOLCALL>",

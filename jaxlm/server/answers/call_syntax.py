@@ -31,7 +31,7 @@ class CallSyntax(Protocol):
         """Return the calls that a text holds. Raises ValueError where it holds anything else."""
         ...
 
-    def is_inside(self, text: str) -> bool:
+    def is_inside(self, text: str, schemas: Schemas) -> bool:
         """Return whether a text breaks off inside a value, so that a mark behind it is a part of the value."""
         ...
 
@@ -52,7 +52,7 @@ class JsonSyntax:
                 calls.append(WrittenCall(each["name"], each.get("arguments", each.get("parameters"))))
         return calls
 
-    def is_inside(self, text: str) -> bool:
+    def is_inside(self, text: str, schemas: Schemas) -> bool:
         try:
             for _ in _values(text):
                 pass
@@ -81,7 +81,7 @@ class NamedJsonSyntax:
             calls.append(WrittenCall(name, value))
         return calls
 
-    def is_inside(self, text: str) -> bool:
+    def is_inside(self, text: str, schemas: Schemas) -> bool:
         at = 0
         try:
             while at < len(text):
@@ -104,16 +104,20 @@ class NamedJsonSyntax:
 class TaggedSyntax:
     """The name of a function, and its arguments between tags, as texts that its JSON schema gives types.
 
+    A value of a type that is no string ends where its JSON does, and any other with its tag.
+
     Attributes:
       head: a pattern of what stands before the arguments, with the group `name`.
-      argument: a pattern of an argument, with groups `key` and `value`.
+      key: a pattern of what stands before a value, with the group `key`.
+      behind: a pattern of what stands behind a value.
       tail: what ends a call behind its arguments; "" where only a mark does.
       opens: what stands before a value.
       closes: what stands behind it.
     """
 
     head: re.Pattern[str]
-    argument: re.Pattern[str]
+    key: re.Pattern[str]
+    behind: re.Pattern[str]
     tail: str
     opens: str
     closes: str
@@ -122,23 +126,67 @@ class TaggedSyntax:
     def ends_itself(self) -> bool:
         return bool(self.tail)
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that no bare value may hold, because they may end it."""
+        return tuple(mark for mark in (self.opens, self.closes, self.tail) if mark)
+
     def calls(self, text: str, schemas: Schemas) -> list[WrittenCall]:
         if (head := self.head.match(text)) is None:
             raise ValueError("no name of a function")
-        name, at, schema = head["name"].strip(), head.end(), schemas.get(head["name"].strip()) or {}
-        declared = schema.get("properties")
+        name, at = head["name"].strip(), head.end()
         arguments = {}
-        while (match := self.argument.match(text, at)) is not None:
-            key, at = match["key"].strip(), match.end()
-            of_key = declared.get(key) if isinstance(declared, Mapping) else None
-            arguments[key] = typed(match["value"], of_key, schema)
+        schema = schemas.get(name) or {}
+        while (found := self._value(text, at, schema)) is not None:
+            key, value, at = found
+            arguments[key] = typed(value, _of_key(schema, key), schema)
         if text[at:].strip() != self.tail:
             raise ValueError("text behind the arguments")
         return [WrittenCall(name, arguments)]
 
-    def is_inside(self, text: str) -> bool:
-        has_ended = bool(self.tail) and text.rstrip().endswith(self.tail)
-        return not has_ended and text.rfind(self.opens) > text.rfind(self.closes)
+    def is_inside(self, text: str, schemas: Schemas) -> bool:
+        if (head := self.head.match(text)) is None:
+            return False
+        schema, at = schemas.get(head["name"].strip()) or {}, head.end()
+        try:
+            while (found := self._value(text, at, schema)) is not None:
+                at = found[2]
+        except ValueError as error:
+            return _is_open_string(error)
+        rest = text[at:]
+        has_ended = bool(self.tail) and rest.rstrip().endswith(self.tail)
+        return not has_ended and rest.rfind(self.opens) > rest.rfind(self.closes)
+
+    def _value(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[str, str, int] | None:
+        """Return the key and the value of the argument that stands there, and where it ends; None without one. Raises
+        ValueError where JSON breaks off in it."""
+        if (key := self.key.match(text, at)) is None:
+            return None
+        name, begin = key["key"].strip(), key.end()
+        kinds = types_of(_of_key(schema, name), schema)
+        if kinds and "string" not in kinds and (json := self._json_end(text, begin)) is not None:
+            return name, text[begin : json.start()], json.end()
+        behind = self.behind.search(text, begin)
+        return behind and (name, text[begin : behind.start()], behind.end())
+
+    def _json_end(self, text: str, begin: int) -> re.Match[str] | None:
+        """Return what stands behind the JSON there; None where there is no JSON with its tag. Raises ValueError where
+        it breaks off inside a string."""
+        blanks = len(text[begin:]) - len(text[begin:].lstrip())
+        try:
+            _, end = DECODER.raw_decode(text, begin + blanks)
+        except (ValueError, RecursionError) as error:
+            if _is_open_string(error):
+                raise
+            return None
+        blanks = len(text[end:]) - len(text[end:].lstrip())
+        return self.behind.match(text, end) or self.behind.match(text, end + blanks)
+
+
+def _of_key(schema: Mapping[str, Any], key: str) -> Any:
+    """Return the schema of a property; None for one that is not declared."""
+    declared = schema.get("properties")
+    return declared.get(key) if isinstance(declared, Mapping) else None
 
 
 def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -150,7 +198,7 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     Args:
       root: the schema of all arguments, which references point into.
     """
-    types = _types(schema, root)
+    types = types_of(schema, root)
     bare = text.strip()
     if "null" in types and (bare == "null" or (bare == "None" and "string" not in types)):
         return None
@@ -177,28 +225,38 @@ _OTHER_NAMES = {  # that tools give types, which JSON Schema does not
     **{"str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean"},
     **{"dict": "object", "list": "array"},
 }
-_MOST_REFERENCES = 16  # that lead to each other
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int = 0) -> list[str]:
-    """Return the types that a JSON schema allows, in its order; none where it says none."""
-    if not isinstance(schema, Mapping) or references > _MOST_REFERENCES:
+def types_of(schema: Any, root: Mapping[str, Any], followed: set[str] | None = None) -> list[str]:
+    """Return the types that a JSON schema allows, in its order; none where it says none. `followed`: references, each
+    of which is followed once."""
+    if not isinstance(schema, Mapping):
         return []
+    followed = set() if followed is None else followed
     types: list[str] = []
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        target: Any = root
-        for name in reference.removeprefix("#/").split("/"):
-            target = target.get(name) if isinstance(target, Mapping) else None
-        types += _types(target, root, references + 1)
+    for target in resolved(schema, root, followed):
+        types += types_of(target, root, followed)
     kinds = schema.get("type")
     types += [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
     for key in ("anyOf", "oneOf", "allOf"):
         for each in schema[key] if isinstance(schema.get(key), list) else ():
-            types += _types(each, root, references + 1)
+            types += types_of(each, root, followed)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not types and isinstance(values, list):
         types += [_type_of(value) for value in values]
     return list(dict.fromkeys(_OTHER_NAMES.get(kind, kind) for kind in types))
+
+
+def resolved(schema: Mapping[str, Any], root: Mapping[str, Any], followed: set[str]) -> list[Any]:
+    """Return what the reference of a schema points to, unless it was followed before, and add it to those."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/") or reference in followed:
+        return []
+    followed.add(reference)
+    target: Any = root
+    for name in reference.removeprefix("#/").split("/"):
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return [target]
 
 
 def _type_of(value: Any) -> str:
@@ -231,4 +289,4 @@ def _is_open_string(error: Exception) -> bool:
 
 def is_inside_json_string(text: str) -> bool:
     """Return whether JSON breaks off inside a string."""
-    return JsonSyntax().is_inside(text)
+    return JsonSyntax().is_inside(text, {})

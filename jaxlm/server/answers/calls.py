@@ -37,7 +37,7 @@ class CallReader:
         self._marks = [mark for mark in (form.start, *form.dropped) if mark]
         self._held, self._blank = "", ""
         self._searched = 0  # characters of what is held before which no call ends
-        self._in_call = self._has_called = False
+        self._in_call = self._has_called = self._is_behind_call = False
         self._is_open = form.start is None  # has yet to see whether the answer is calls as a whole
 
     def add(self, piece: str) -> tuple[str, list[CalledFunction]]:
@@ -63,7 +63,7 @@ class CallReader:
             end = self._form.end
             if end is None:
                 break
-            first = first_mark(self._held, [end], self._form.syntax.is_inside, self._searched)
+            first = first_mark(self._held, [end], self._is_inside_value, self._searched)
             if first is None:
                 self._searched = len(self._held) - overlap(self._held, end)
                 break
@@ -74,6 +74,9 @@ class CallReader:
             if not body_calls:
                 texts.append(f"{self._form.start}{body}{end}")
         return self._spoken("".join(texts), bool(calls)), calls
+
+    def _is_inside_value(self, text: str) -> bool:
+        return self._form.syntax.is_inside(text, self._schemas)
 
     def _may_be_calls(self) -> bool:
         """Return whether an answer so far may be calls as a whole, without what is dropped before it."""
@@ -98,9 +101,8 @@ class CallReader:
         self._has_called |= has_called
         text = self._blank + text
         spoken = text.rstrip()
-        self._blank = text[len(spoken) :]
-        if self._has_called and not spoken:
-            self._blank = ""
+        self._is_behind_call = has_called or (self._is_behind_call and not spoken)
+        self._blank = "" if self._is_behind_call and not spoken else text[len(spoken) :]
         return spoken
 
     def _calls(self, body: str) -> list[CalledFunction]:

@@ -9,9 +9,6 @@ from jaxlm.server.answers.call_formats import CallFormat
 from jaxlm.server.answers.reasoning import ThoughtFormat
 
 Controls = Mapping[str, int]
-Arguments = Mapping[str, str]
-"""The expression of the arguments of each function."""
-
 # The terminal of any text: a lexeme takes as much as it can, unless its rule is lazy.
 _ANY = "ANY: /(?s:.*)/"
 
@@ -21,6 +18,10 @@ class LarkRules(NamedTuple):
 
     expression: str
     rules: tuple[str, ...] = ()
+
+
+Arguments = Mapping[str, LarkRules]
+"""The arguments of each function."""
 
 
 def text_rule(text: str, controls: Controls) -> str:
@@ -51,22 +52,26 @@ def thought_before(form: ThoughtFormat | None, controls: Controls, is_inside: bo
 
 def calls_behind(
     form: CallFormat, arguments: Arguments, controls: Controls, name: str | None, parallel: bool
-) -> LarkRules | None:
-    """Return the rest of an answer behind the beginning of a call, of any function or of `name`; None for a form whose
-    arguments are not JSON.
+) -> LarkRules:
+    """Return the rest of an answer behind the beginning of a call, of any function or of `name`.
 
     Args:
       parallel: whether several calls may follow each other; of a named function there is one.
     """
-    if form.closing is None:
-        return None
     _, before, after = form.opening
     closing = text_rule(form.closing, controls)
     if name is not None:
-        return LarkRules(f"{arguments[name]} {closing}")
-    calls = " | ".join(f"{text_rule(function + after, controls)} {rule}" for function, rule in arguments.items())
-    more = f"({text_rule(form.between, controls)} call)*" if parallel and form.between is not None else ""
-    return LarkRules(f"{text_rule(before, controls)} call {more} {closing}", (f"call: {calls}",))
+        return LarkRules(f"{arguments[name].expression} {closing}", arguments[name].rules)
+    more = f"({text_rule(form.between, controls)} call)*" if parallel else ""
+    call = call_rule(arguments, after, controls)
+    return LarkRules(f"{text_rule(before, controls)} call {more} {closing}", call.rules)
+
+
+def call_rule(arguments: Arguments, after: str, controls: Controls) -> LarkRules:
+    """Return the rule `call`: the name of any function, the text `after` it, and its arguments."""
+    calls = (f"{text_rule(name + after, controls)} {rule.expression}" for name, rule in arguments.items())
+    rules = (rule for each in arguments.values() for rule in each.rules)
+    return LarkRules("call", (f"call: {' | '.join(calls)}", *rules))
 
 
 def free_text(thoughts: ThoughtFormat | None, controls: Controls, is_inside: bool, pattern: str = "(?s:.*)") -> str:

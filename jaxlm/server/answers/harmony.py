@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from jaxlm.server.answers.call_syntax import is_inside_json_string
 from jaxlm.server.answers.calls import AnswerParts, CalledFunction, called, first_mark, overlap
-from jaxlm.server.answers.grammars import Arguments, Controls, LarkRules, grammar_of, text_rule
+from jaxlm.server.answers.grammars import Arguments, Controls, LarkRules, call_rule, grammar_of, text_rule
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN = MARKS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
@@ -28,20 +28,15 @@ def grammar(speech: str | None, arguments: Arguments, controls: Controls) -> str
     rules = ["other: /(?s:.*)/"]
     if arguments:
         last += f" | {text_rule(OPENING[0], controls)} call"
-        rules.append(_call_rule(arguments, controls))
+        rules += call_rule(arguments, OPENING[2], controls).rules
     return grammar_of(LarkRules(f"{before} ({last})", tuple(rules)))
 
 
 def grammar_behind_opening(name: str | None, arguments: Arguments, controls: Controls) -> str:
     """Return the Lark grammar of the rest of a call, of any function or of one, behind the text that begins it."""
     if name is not None:
-        return grammar_of(LarkRules(arguments[name]))
-    return grammar_of(LarkRules("call", (_call_rule(arguments, controls),)))
-
-
-def _call_rule(arguments: Arguments, controls: Controls) -> str:
-    calls = (f"{text_rule(name + OPENING[2], controls)} {rule}" for name, rule in arguments.items())
-    return f"call: {' | '.join(calls)}"
+        return grammar_of(arguments[name])
+    return grammar_of(call_rule(arguments, OPENING[2], controls))
 
 
 class HarmonyReader:

@@ -273,10 +273,12 @@ def plan_serving(
     tpot: float | None = None,
     rate: float | None = None,
     objective: "Goal" = "cost",
+    searched: Collection[str] = (),
     chip: Mapping[str, Any] | None = None,
     stack: "Stack | None" = None,
 ) -> "DeploymentRanking":
-    """Find the batch, `tensor` and number of replicas that serve requests best, within limits of latency.
+    """Find the batch, `tensor` and number of replicas that serve requests best, within limits of latency; where asked
+    for, the width of weights and the number of drafts as well.
 
     Args:
       experiment: as `jaxlm.config.load` returns it; its `inference.sequences`, where given, is the batch of a replica.
@@ -288,16 +290,20 @@ def plan_serving(
         as soon as the one before is answered.
       objective: what is best: the least USD per token ("cost"), the most tokens a second of all chips ("throughput") or
         the least time of a request ("latency").
+      searched: what else is chosen: "quantize", among all values of `execution.quantize`, and "drafts", among 0, 2, 4
+        and so on up to the number in `inference.speculate`. What is not searched is as the experiment says.
       chip, stack: as in `plan`.
 
     Returns deployments, the best of each size of a replica or of each chip, the best first. Raises InputError where no
     deployment meets the limits, or as `plan` does.
     """
-    from jaxlm.costs.deployment import Demand, deployments
+    from jaxlm.costs.demand import Demand
+    from jaxlm.costs.deployment import deployments
     from jaxlm.costs.stack import JAXLM
 
     experiment.inference.check_counted("serve")
-    return deployments(experiment, on, Demand(prompt, output, ttft, tpot, rate), objective, chip, stack or JAXLM)
+    demand = Demand(prompt, output, ttft, tpot, rate)
+    return deployments(experiment, on, demand, objective, chip, stack or JAXLM, searched)
 
 
 def compile(

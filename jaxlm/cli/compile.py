@@ -50,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     steps.require("compile", arguments)
     if arguments.dump and (why := unwritable(arguments.dump)):
         raise InputError(f"--dump {arguments.dump} cannot be written to ({why}); give a directory that can")
+    steps.searched(arguments)
     experiment = steps.load(arguments)
     try:
         with working("compiling") as say:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxlm.config import Experiment
     from jaxlm.costs.deployment import Deployment
     from jaxlm.costs.stack import Stack
+    from jaxlm.costs.workload import Workload
 
 _OPTIONS = ("prompt", "output", "ttft", "tpot", "rate")
 
@@ -61,8 +62,10 @@ def check(arguments: argparse.Namespace) -> None:
 def show(experiment: "Experiment", arguments: argparse.Namespace, stack: "Stack") -> int:
     """Search for deployments and print them as a table, or as one JSON object."""
     options = {name: getattr(arguments, name) for name in _OPTIONS}
-    goal, chip = arguments.objective or "cost", steps.chip(arguments)
-    ranked, refused = api.plan_serving(experiment, arguments.on, objective=goal, chip=chip, stack=stack, **options)
+    goal, chip, searched = arguments.objective or "cost", steps.chip(arguments), steps.searched(arguments)
+    ranked, refused = api.plan_serving(
+        experiment, arguments.on, objective=goal, chip=chip, stack=stack, searched=searched, **options
+    )
     for line in filter(None, (rankings.say_left_out(refused), rankings.say_stack(stack))):
         print_sentence(f"jaxlm: {line}", sys.stderr)
     if arguments.json:
@@ -70,14 +73,16 @@ def show(experiment: "Experiment", arguments: argparse.Namespace, stack: "Stack"
         print(json.dumps({**ranked[0].row(), "rows": [each.row() for each in ranked], "refused": left_out}))
         return 0
     several = len({each.chip_id for each in ranked}) > 1 or bool(refused)
-    _table(ranked, str(ranked[0].demand) + ("" if several else f", on {arguments.on}"), several).print()
+    _table(ranked, str(ranked[0].demand) + ("" if several else f", on {arguments.on}"), several, searched).print()
     print()
     _best(ranked[0]).print()
     return 0
 
 
-def _table(ranked: list["Deployment"], title: str, several: bool) -> TextTable:
-    layout = numbers("replicas × tensor", "batch", "memory")
+def _table(ranked: list["Deployment"], title: str, several: bool, searched: tuple[str, ...]) -> TextTable:
+    """Return the table of deployments, with what was chosen of an engine."""
+    chosen = [*names(*["weights"] * ("quantize" in searched)), *numbers(*["drafts"] * ("drafts" in searched))]
+    layout = [*numbers("replicas × tensor", "batch"), *chosen, *numbers("memory")]
     figures = numbers("TTFT", "p90", "TPOT", "tokens/s per chip", "$/Mtok out")
     table = TextTable([*names(*["chips"] * several), *layout, *figures], title)
     for each in ranked:
@@ -86,6 +91,8 @@ def _table(ranked: list["Deployment"], title: str, several: bool) -> TextTable:
             *[f"{each.chip_id}:{each.chips}"] * several,
             f"{each.replicas} × {each.devices}",
             str(each.slots),
+            *[_width(each)] * ("quantize" in searched),
+            *[str(each.work.drafts)] * ("drafts" in searched),
             f"{each.memory.total / capacity:.0%}",
             units.seconds(service.ttft),
             units.seconds(service.ttft_p90),
@@ -94,6 +101,19 @@ def _table(ranked: list["Deployment"], title: str, several: bool) -> TextTable:
             units.or_dash(each.usd_per_million_output_tokens, "{:.3g}".format),
         )
     return table
+
+
+def _width(deployment: "Deployment") -> str:
+    execution = deployment.work.execution
+    return execution.dtype if execution.quantize == "none" else execution.quantize
+
+
+def describe_drafts(work: "Workload") -> str:
+    """Describe the drafts of a decoding step, and the tokens that are expected of it."""
+    return (
+        f"{work.drafts} of each sequence, right with probability {work.acceptance:g}: "
+        f"{work.tokens_per_sequence:.3g} tokens a step"
+    )
 
 
 def _best(best: "Deployment") -> TextTable:
@@ -107,6 +127,11 @@ def _best(best: "Deployment") -> TextTable:
     devices = f"tensor {best.devices}" if best.devices > 1 else "one device"
     replicas = f"{best.replicas} replica{'s' * (best.replicas > 1)}"
     table.add("best", f"{replicas} of {devices}, {best.slots} sequences each, on {best.chip_id}:{best.chips}")
+    if best.work.quantized is not None:
+        remark = f"rounding changes what the model says: see jaxlm eval MODEL --quantize {_width(best)} --data FILE"
+        table.add("weights", f"{best.work.quantized}; {remark}")
+    if best.work.drafts:
+        table.add("drafts", describe_drafts(best.work))
     table.add("first token", f"{bracketed('ttft')}; nine of ten within {units.seconds(service.ttft_p90)}")
     table.add("each token", bracketed("tpot"))
     table.add("steps", f"{service.decoding:,.1f} sequences decode in each; {service.mixed:.0%} read prompts as well")

@@ -87,6 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
     deployments.check(arguments)
     if arguments.workload == "serve":
         return deployments.show(steps.load(arguments), arguments, _stack(arguments))
+    steps.searched(arguments)
     experiment, fixed = steps.load(arguments), steps.fixed(arguments)
     from jaxlm.costs.ladder import say_replicated
     from jaxlm.costs.placement import on_mesh, say_batch, say_mesh
@@ -233,11 +234,7 @@ def _show(plan: "Plan") -> None:
         table.add("first token", f"after {units.seconds(time.expected)}")
     elif work.kind == "decode":
         if work.drafts:
-            table.add(
-                "drafts",
-                f"{work.drafts} of each sequence, right with probability {work.acceptance:g}: "
-                f"{work.tokens_per_sequence:.3g} tokens a step",
-            )
+            table.add("drafts", deployments.describe_drafts(work))
         each = units.seconds(row["time_per_token_s"])
         table.add("each token", f"{each}, {row['kv_bytes_per_token']:,} bytes of cache")
     if "critical_batch" in row:

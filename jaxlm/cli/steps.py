@@ -10,6 +10,9 @@ from jaxlm.core.errors import InputError
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
 
+AUTO = "auto"  # the value that asks for a search
+_MOST_DRAFTS = 8  # that a search tries
+
 
 def add_arguments(parser: argparse.ArgumentParser, more_workloads: dict[str, str] | None = None) -> None:
     """Add the experiment and the kind of step; `more_workloads` are those that are no step, with their explanation."""
@@ -29,7 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser, more_workloads: dict[str, str
         default="train",
         help="; ".join(["the kind of step (train)", *(f"{name}: {text}" for name, text in more.items())]),
     )
-    trained.add_quantize(parser)
+    of_serve = "the best of none, int8, w8a8 and int4 for --workload serve" if "serve" in more else ""
+    trained.add_quantize(parser, of_serve)
+    auto = "; N is auto: the best of 0, 2, 4 and 8 for --workload serve" if "serve" in more else ""
+    parser.add_argument(
+        "--speculate",
+        metavar="SOURCE[:N]",
+        help="read N (4) guessed tokens of each sequence in a step of decoding, each right with probability "
+        f"inference.acceptance; SOURCE is ngram (inference.speculate){auto}",
+    )
     add_chip(parser)
 
 
@@ -62,12 +73,51 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     from jaxlm import config
 
     kind = "decode" if arguments.workload == "serve" else arguments.workload
-    overrides = [*arguments.overrides, *trained.quantize_overrides(arguments)]
+    overrides = [*arguments.overrides, *_widths(arguments), *_drafts(arguments)]
     experiment = config.load(arguments.config, overrides, kind)
     twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
     if arguments.mesh is not None and twice:
         raise InputError(f"--mesh {arguments.mesh} sets the whole mesh; leave out {twice[0]}, or --mesh")
     return experiment
+
+
+def searched(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return what of an engine is to be chosen (`jaxlm.costs.deployment.SEARCHED`). Raises InputError where nothing is
+    searched."""
+    requested = {
+        "quantize": ("--quantize auto", arguments.quantize == AUTO),
+        "drafts": (f"--speculate {arguments.speculate}", _draft_source(arguments) is not None),
+    }
+    names = tuple(name for name, (_, is_asked) in requested.items() if is_asked)
+    if names and arguments.workload != "serve":
+        raise InputError(f"{requested[names[0]][0]} is a search, of --workload serve alone: give a value")
+    return names
+
+
+def _widths(arguments: argparse.Namespace) -> list[str]:
+    """Return the override that --quantize makes. Raises InputError where another sets the same key."""
+    made = trained.quantize_overrides(arguments)
+    return [] if arguments.quantize == AUTO else made
+
+
+def _drafts(arguments: argparse.Namespace) -> list[str]:
+    """Return the override that --speculate makes. Raises InputError where another sets the same key."""
+    from jaxlm import config
+
+    if arguments.speculate is None:
+        return []
+    if arguments.workload in ("train", "prefill"):
+        raise InputError(f"--speculate is of steps that decode; leave it out for --workload {arguments.workload}")
+    if "inference.speculate" in config.overridden(arguments.overrides):
+        raise InputError("--speculate and inference.speculate are one setting; give one of them")
+    source = _draft_source(arguments)
+    return [f"inference.speculate={arguments.speculate if source is None else f'{source}:{_MOST_DRAFTS}'}"]
+
+
+def _draft_source(arguments: argparse.Namespace) -> str | None:
+    """Return the source of drafts whose number is to be chosen; None where it is given."""
+    source, _, number = (arguments.speculate or "").rpartition(":")
+    return source if source and number == AUTO else None
 
 
 def fixed(arguments: argparse.Namespace) -> tuple[str, ...]:

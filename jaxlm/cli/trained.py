@@ -39,13 +39,13 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (training.ema_decay)")
 
 
-def add_quantize(parser: ArgumentParser) -> None:
-    """Add the width that matrices of layers are kept in."""
+def add_quantize(parser: ArgumentParser, auto: str = "") -> None:
+    """Add the width that matrices of layers are kept in; `auto` explains that value of the option, where it is one."""
     parser.add_argument(
         "--quantize",
-        choices=("none", *get_args(QuantizeKind)),
+        choices=("none", *get_args(QuantizeKind), *["auto"] * bool(auto)),
         help="keep the matrices of layers in this width (execution.quantize); routers, experts and tables stay as they "
-        "are",
+        f"are{auto and f'; auto: {auto}'}",
     )
 
 

@@ -4,83 +4,34 @@ A replica is an engine of its own, on devices that share each layer. Its steps a
 as any other step; what requests wait and get is the estimate of `jaxlm.costs.queueing`.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
-from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.memory import Memory
-from jaxlm.costs.engine_steps import EngineSteps, decode_steps, mixed_steps
+from jaxlm.costs.demand import Demand
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.plan import HEADROOM
+from jaxlm.costs.plan import HEADROOM, check_width
 from jaxlm.costs.plan_order import TIE, Goal
-from jaxlm.costs.queueing import EngineLoad, Service, StepSeconds, at_rate, with_clients
+from jaxlm.costs.queueing import EngineLoad, Service, at_rate, with_clients
 from jaxlm.costs.ranking import EveryChip
+from jaxlm.costs.replica import MOST_SLOTS, Replica
 from jaxlm.costs.stack import JAXLM, Stack
-from jaxlm.costs.stack_memory import stack_memory
-from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.step_shapes import TILE
-from jaxlm.parallel.layout_choice import divisors, with_shards
-from jaxlm.parallel.rules import ENGINE
+from jaxlm.parallel.layout_choice import divisors
 
-_MOST_SLOTS = 4096
+# What a search may choose beside the batch and the size of a replica.
+SEARCHED = ("quantize", "drafts")
 
-
-class Demand(NamedTuple):
-    """The requests that a deployment serves, and the limits that it is to keep.
-
-    Attributes:
-      prompt, output: tokens of each request.
-      ttft: the most seconds until the first token, for nine of ten requests; None: any.
-      tpot: the most seconds for each later token, on average; None: any.
-      rate: requests a second, at random times; None: as many clients as there are slots, each of which sends a request
-        as soon as the one before is answered.
-    """
-
-    prompt: int
-    output: int
-    ttft: float | None = None
-    tpot: float | None = None
-    rate: float | None = None
-
-    def check(self, experiment: Experiment) -> "Demand":
-        """Return the demand. Raises InputError for values without meaning, and for a text that the model or the engine
-        does not hold."""
-        for name in ("prompt", "output"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name} {getattr(self, name)} must be 1 or more")
-        for name in ("ttft", "tpot", "rate"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise InputError(f"--{name} {value:g} must be above 0")
-        limits = {
-            "model.context_length": experiment.model.context_length,
-            "inference.context": experiment.inference.context,
-        }
-        for name, limit in limits.items():
-            if limit is not None and self.prompt + self.output > limit:
-                raise InputError(
-                    f"--prompt {self.prompt} and --output {self.output} are {self.prompt + self.output} tokens, more "
-                    f"than {name} = {limit}"
-                )
-        return self
-
-    def is_met(self, service: Service | None) -> bool:
-        """Return whether a service keeps the limits; None, an endless queue, keeps none."""
-        if service is None:
-            return False
-        return (self.ttft is None or service.ttft_p90 <= self.ttft) and (self.tpot is None or service.tpot <= self.tpot)
-
-    def __str__(self) -> str:
-        limits = {"TTFT": self.ttft, "TPOT": self.tpot}
-        said = "".join(f", {name} within {units.seconds(limit)}" for name, limit in limits.items() if limit is not None)
-        rate = "" if self.rate is None else f" at {self.rate:g} requests/s"
-        return f"{self.prompt:,} tokens in, {self.output:,} out{rate}{said}"
+# Widths of weights that a search chooses from, first what changes a model least. "fp8" has the bytes and, as it is
+# counted, the times of "int8".
+WIDTHS = ("none", "int8", "w8a8", "int4")
 
 
 @dataclass(frozen=True)
@@ -167,6 +118,8 @@ class Deployment:
             "workload": "serve",
             **({"stack": changes} if (changes := self.stack.changes()) else {}),
             "batch": self.slots,
+            "quantize": self.work.execution.quantize,
+            **self.work.speculation_row(),
             "demand": demand._asdict(),
             "memory_bytes_per_device": {
                 **self.memory._asdict(),
@@ -203,108 +156,43 @@ class DeploymentRanking(NamedTuple):
         return self.deployments[0]
 
 
-class _Loads(NamedTuple):
-    """The load of one replica: at the lower bound of its steps, and at the three points of their bracket."""
+def engines(experiment: Experiment, searched: Collection[str] = ()) -> tuple[tuple[Workload, ...], ...]:
+    """Return the decoding step of an experiment with each choice of what is `searched`. For each width of weights, of
+    `WIDTHS`, there are the steps without drafts, and with 2, 4 and so on up to the number in `inference.speculate`.
 
-    bound: EngineLoad
-    low: EngineLoad
-    expected: EngineLoad
-    high: EngineLoad
-
-
-@dataclass(frozen=True)
-class Replica:
-    """An engine with any number of slots, whose devices share each layer."""
-
-    base: Workload
-    target: Target
-    demand: Demand
-    stack: Stack = JAXLM
-
-    @classmethod
-    def of(cls, experiment: Experiment, target: Target, demand: Demand, stack: Stack = JAXLM) -> "Replica | None":
-        """Return the engine of an experiment on all devices of a target; None where they do not divide a layer."""
-        layout = with_shards(ENGINE, heads=target.devices)
-        if not config.divides_heads(layout, experiment.model):
-            return None
-        halfway = demand.prompt + (demand.output + 1) // 2
-        work = replace(Workload.of(experiment, layout, "decode"), sequence=halfway)
-        return cls(work.on(target.chip), target, demand, stack)
-
-    def with_slots(self, slots: int) -> Workload:
-        """Return the decoding step of all slots."""
-        return replace(self.base, batch=slots)
-
-    def memory(self, slots: int) -> Memory:
-        """Return the memory of a device in the largest step, with all slots at the end of their output."""
-        work = replace(self.with_slots(slots), sequence=self.demand.prompt + self.demand.output)
-        largest = max(self._mixed(work), key=lambda steps: steps.shape.rows)
-        return stack_memory(replace(work, engine_steps=largest), self.stack)
-
-    def holds(self, slots: int, cache_bytes: int | None) -> bool:
-        """Return whether the memory of a device holds so many slots, and `cache_bytes`, where there is such a limit,
-        their keys and values."""
-        work = replace(self.with_slots(slots), sequence=self.demand.prompt + self.demand.output)
-        if cache_bytes is not None and kv_cache(work) * self.stack.cache_share(work.itemsize) > cache_bytes:
-            return False
-        return self.memory(slots).total <= (1 - HEADROOM) * self.target.chip.device_capacity()
-
-    def most_slots(self) -> int:
-        """Return the most slots that memory holds; 0 if it holds none."""
-        slots, beyond = 0, 1
-        while self.holds(beyond, None) and beyond < _MOST_SLOTS:
-            slots, beyond = beyond, 2 * beyond
-        while beyond - slots > 1:
-            middle = (slots + beyond) // 2
-            slots, beyond = (middle, beyond) if self.holds(middle, None) else (slots, middle)
-        return slots
-
-    def loads(self, slots: int) -> _Loads:
-        """Return the load that the requests are for this engine."""
-        work = self.with_slots(slots)
-        (full,) = decode_steps(work.shapes, work.sequence, work.page, work.windows)
-        steps = self._mixed(work)
-        count = sum(each.times for each in steps)
-        decode, empty = (self._bracket(work, each) for each in (full, _without_reads(full)))
-        reading = [self._bracket(work, each) for each in steps]
-        tiles = sum(each.shape.tiles * each.times for each in steps)
-        work_steps = math.ceil(self.demand.prompt / TILE) / tiles * count
-
-        def load(end: int) -> EngineLoad:
-            each = max(0.0, decode[end] - empty[end]) / slots
-            mixed = sum(seconds[end] for seconds in reading) / count - each * slots
-            seconds = StepSeconds(empty[end], max(mixed, empty[end]), each)
-            return EngineLoad(slots, seconds, count, work_steps, self.demand.output)
-
-        return _Loads(*map(load, range(4)))
-
-    def _bracket(self, work: Workload, steps: EngineSteps) -> tuple[float, ...]:
-        """Return the seconds of all these steps: the lower bound, low, expected and high."""
-        time = step_time(replace(work, engine_steps=steps), self.target, self.stack)
-        return time.lower_bound, time.low, time.expected, time.upper_bound
-
-    def _mixed(self, work: Workload) -> tuple[EngineSteps, ...]:
-        return mixed_steps(work.shapes, self.demand.prompt, work.sequence, work.page, work.windows)
-
-
-def _without_reads(steps: EngineSteps) -> EngineSteps:
-    """Return steps whose rows are all padding."""
-    sections = (each._replace(pages=tuple((window, 0) for window, _ in each.pages)) for each in steps.sections)
-    return steps._replace(sections=tuple(sections))
+    Raises InputError for what cannot be searched, and for drafts without a source.
+    """
+    if unknown := [name for name in searched if name not in SEARCHED]:
+        raise InputError(f"{unknown[0]!r} is not searched for; choose among {', '.join(SEARCHED)}")
+    if "drafts" in searched and experiment.inference.speculate is None:
+        raise InputError("a search for drafts needs their source: give --speculate ngram:auto")
+    own = Workload.of(experiment, kind="decode")
+    widths = WIDTHS if "quantize" in searched else (own.execution.quantize,)
+    drafts = [0, *(2**n for n in range(1, own.drafts.bit_length()))] if "drafts" in searched else [own.drafts]
+    return tuple(
+        tuple(
+            replace(own.with_execution(quantize=width), drafts=n, acceptance=own.acceptance if n else 0.0)
+            for n in drafts
+        )
+        for width in widths
+    )
 
 
 class ServingSearch(NamedTuple):
     """A search for deployments on some chips.
 
     Attributes:
+      engines: the decoding steps to choose from: for each width of weights those with more and more drafts.
       slots: the sequences of each replica; None: the best number.
+      cache_bytes: the most memory of keys and values on each device; None: any.
       stack: the software of the engine.
     """
 
-    experiment: Experiment
+    engines: tuple[tuple[Workload, ...], ...]
     demand: Demand
     goal: Goal
     slots: int | None
+    cache_bytes: int | None
     stack: Stack = JAXLM
 
     def on(self, target: Target) -> list[Deployment]:
@@ -312,28 +200,57 @@ class ServingSearch(NamedTuple):
         demand."""
         deployments, misses = [], []
         for part in _parts(target):
-            replica = Replica.of(self.experiment, part, self.demand, self.stack)
-            if replica is None:
-                continue
-            best = self._best(replica, target.chips // part.chips)
-            if isinstance(best, str):
-                misses.append(best)
-            else:
-                deployments.append(best)
+            candidates, start = [], 1
+            for of_width in self.engines:
+                if of_width[0].execution.quantize == "w8a8" and "int8" not in target.chip.peak_flops:
+                    continue
+                least = math.inf
+                for engine in of_width:
+                    if (replica := Replica.of(engine, part, self.demand, self.stack)) is None:
+                        break
+                    best = self._best(replica, target.chips // part.chips, start)
+                    if isinstance(best, str):
+                        misses.append(best)
+                        continue
+                    candidates.append(best)
+                    if best.value(self.goal) >= least:  # nor are more drafts better: each gives fewer tokens
+                        break
+                    least, start = best.value(self.goal), 1 << max(0, best.slots.bit_length() - 2)
+            if candidates:
+                deployments.append(self._first(candidates))
         if not deployments:
             raise InputError(f"nothing on {target} serves {self.demand}: {misses[-1] if misses else 'no mesh fits'}")
         deployments.sort(key=lambda each: each.value(self.goal))
-        least = deployments[0].value(self.goal) * (1 + TIE)
-        tied = [each for each in deployments if each.value(self.goal) <= least]
-        first = min(tied, key=lambda each: each.devices)
+        first = self._first(deployments)
         return [first, *(each for each in deployments if each is not first)]
 
-    def _best(self, replica: Replica, most: int) -> Deployment | str:
-        """Return the best deployment of at most so many of a replica, or why there is none."""
-        cache_bytes = self.experiment.inference.settings().cache_bytes
+    def _first(self, deployments: list[Deployment]) -> Deployment:
+        """Return the best of some deployments; in a tie the one of the simplest engine, and then of the fewest
+        devices."""
+        least = min(each.value(self.goal) for each in deployments) * (1 + TIE)
+        tied = [each for each in deployments if each.value(self.goal) <= least]
+        return min(tied, key=lambda each: (self._place(each.work), each.devices))
+
+    def _place(self, work: Workload) -> int:
+        """Return the place among `engines` of the one that decodes as `work` does."""
+        chosen = [(each.execution.quantize, each.drafts) for of_width in self.engines for each in of_width]
+        return chosen.index((work.execution.quantize, work.drafts))
+
+    def _best(self, replica: Replica, most: int, start: int) -> Deployment | str:
+        """Return the best deployment of at most so many of a replica, or why there is none; `start`: slots that are
+        probably too few."""
+        best = self._best_from(start, replica, most)
+        if start > 1 and (isinstance(best, str) or best.slots == start):
+            return self._best_from(1, replica, most)
+        return best
+
+    def _best_from(self, start: int, replica: Replica, most: int) -> Deployment | str:
+        """Return the best deployment with `start` slots or more."""
         best, miss, beyond = None, "", None
-        for slots in (self.slots,) if self.slots else (2**n for n in range(_MOST_SLOTS.bit_length())):
-            if not replica.holds(slots, cache_bytes):
+        for slots in (
+            (self.slots,) if self.slots else (2**n for n in range(start.bit_length() - 1, MOST_SLOTS.bit_length()))
+        ):
+            if not replica.holds(slots, self.cache_bytes):
                 capacity = units.memory(replica.target.chip.device_capacity())
                 miss = miss or f"{slots} sequences on {replica.target} need more than {1 - HEADROOM:.0%} of {capacity}"
                 beyond = slots
@@ -349,11 +266,9 @@ class ServingSearch(NamedTuple):
                 break
         if best is None:
             return miss
-        return self._refined(replica, best, beyond, most, cache_bytes)
+        return self._refined(replica, best, beyond, most)
 
-    def _refined(
-        self, replica: Replica, best: Deployment, beyond: int | None, most: int, cache_bytes: int | None
-    ) -> Deployment:
+    def _refined(self, replica: Replica, best: Deployment, beyond: int | None, most: int) -> Deployment:
         """Return the best deployment with fewer than `beyond` slots, and no fewer than the best so far, if that
         has half as many."""
         low, high = best.slots, beyond
@@ -361,7 +276,7 @@ class ServingSearch(NamedTuple):
             return best
         while high - low > max(1, low // 16):
             middle = (low + high) // 2
-            deployment = self._with(replica, middle, most) if replica.holds(middle, cache_bytes) else ""
+            deployment = self._with(replica, middle, most) if replica.holds(middle, self.cache_bytes) else ""
             if isinstance(deployment, str):
                 high = middle
                 continue
@@ -426,6 +341,7 @@ def deployments(
     goal: Goal,
     chip: Mapping[str, Any] | None = None,
     stack: Stack = JAXLM,
+    searched: Collection[str] = (),
 ) -> DeploymentRanking:
     """Search for deployments on chips, or on every chip of the catalog (`all:8`); see `jaxlm.api.plan_serving`."""
     if stack.pipeline.stages > 1:
@@ -434,7 +350,10 @@ def deployments(
         raise InputError("--rate states the throughput: choose --objective cost or latency")
     inference = experiment.inference
     slots = inference.sequences if "sequences" in inference.model_fields_set else None
-    search = ServingSearch(experiment, demand.check(experiment), goal, slots, stack)
+    choices, cache_bytes = engines(experiment, searched), inference.settings().cache_bytes
+    for engine in itertools.chain(*choices):
+        check_width(engine, stack)
+    search = ServingSearch(choices, demand.check(experiment), goal, slots, cache_bytes, stack)
     every = EveryChip.of(on, chip)
     if every is None:
         return DeploymentRanking(search.on(Target.parse(on, chip)), {})

@@ -66,7 +66,7 @@ class Point(NamedTuple):
 def points(work: Workload, chip: Chip) -> list[Point]:
     """Return the scopes of a step on a chip, the longest first. Figures are those of one device with all of the chip's
     rates."""
-    work = layer_loops.resolved(work.on(chip), chip.device_capacity())
+    work = layer_loops.resolved(work.on(chip).without_drafts(), chip.device_capacity())
     scopes: dict[str, list[tuple[Operation, float]]] = {}
     for op, flops in by_kernel(operations.step(work)):
         in_kernel = op.kernel and op.product

@@ -8,8 +8,9 @@ from jaxlm.config import Experiment
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.cache import kv_cache
-from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.stack import JAXLM
+from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.layout_choice import inference_layout, parse_mesh
@@ -34,7 +35,8 @@ def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
 
     def fits(layout: Layout) -> bool:
         is_divided = config.divides_heads(layout, experiment.model)
-        return is_divided and memory(replace(work, layout=layout)).total <= target.chip.device_capacity()
+        size = stack_memory(replace(work, layout=layout), JAXLM) if is_divided else None
+        return size is not None and size.total <= target.chip.device_capacity()
 
     layout = inference_layout(experiment.mesh, target.devices, work.rules, fits)
     config.check_layout(experiment, layout, kind, target.devices)

@@ -141,13 +141,7 @@ class Plan:
                 return {"time_to_first_token_s": self.time.expected, **self._of_the_engine()}
             case _:
                 per_token = self.time.expected / self.work.tokens_per_sequence
-                return {"time_per_token_s": per_token, **self._of_the_engine(), **self._of_drafts()}
-
-    def _of_drafts(self) -> dict[str, Any]:
-        if not self.work.drafts:
-            return {}
-        names = "drafts", "acceptance", "tokens_per_sequence"
-        return {"speculation": {name: getattr(self.work, name) for name in names}}
+                return {"time_per_token_s": per_token, **self._of_the_engine(), **self.work.speculation_row()}
 
     def _of_the_engine(self) -> dict[str, Any]:
         all_steps = [work.engine_steps for work in self.work.without_drafts().by_step_shape()]
@@ -163,11 +157,7 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
     needed, or where the sequence is longer than the model's context.
     """
     stages = stack.pipeline.stages
-    if stack.precision is not None and work.quantized is not None:
-        raise InputError(
-            f"precision = {stack.precision} of the stack and execution.quantize = {work.quantized.kind} are both the "
-            "width of weights; leave one of them out"
-        )
+    check_width(work, stack)
     if stages > 1 and work.kind != "train":
         raise InputError("a pipeline is planned in training alone: leave pipeline.stages out, or plan --workload train")
     if work.layout.size * stages != target.devices:
@@ -189,10 +179,16 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
     if work.kind == "train":
         layers = choose(work, target.chip.device_capacity(), stack)
         work = work.with_execution(scan_layers=layers.in_loop)
-    rows, memory = work.without_drafts(), stack_memory(work, stack)
-    if work.drafts:
-        memory = stack_memory(rows, stack)._replace(kv_cache=memory.kv_cache, slots=memory.slots)
-    return Plan(work, target, flops(rows), memory, step_time(rows, target, stack), layers, stack)
+    return Plan(work, target, flops(work), stack_memory(work, stack), step_time(work, target, stack), layers, stack)
+
+
+def check_width(work: Workload, stack: Stack) -> None:
+    """Raise InputError where both the stack and the workload say how wide weights are."""
+    if stack.precision is not None and work.quantized is not None:
+        raise InputError(
+            f"precision = {stack.precision} of the stack and execution.quantize = {work.quantized.kind} are both the "
+            "width of weights; leave one of them out"
+        )
 
 
 def parameter_counts(work: Workload) -> dict[str, int]:

@@ -6,7 +6,8 @@ decodes, and reads prompts in the order in which they came, up to its rows for t
 - Prompts wait for one server. A step that reads none is a vacation of it: it ends before a prompt that has come is
   read. The wait is that of an M/G/1 queue with vacations (Bertsekas and Gallager, Data Networks, 2nd edition, 1992,
   section 3.5.2): λ E[X²] / (2 (1 − ρ)) + E[V²] / (2 E[V]), where each prompt has the same X and each step the same V.
-- Decoding sequences share the steps: processor sharing, in which each of n sequences gets a token every t(n) seconds.
+- Decoding sequences share the steps: processor sharing, in which each of n sequences gets a token every t(n) seconds,
+  or with drafts the expected tokens of a step.
   The number of sequences does not depend on how their lengths are distributed (Cohen 1979, "The multiple phase service
   network with generalized processor sharing", Acta Informatica 12): it is that of a birth-death chain. Where all slots
   are taken, requests wait as in M/M/c, with the rate of c sequences.
@@ -42,6 +43,7 @@ class EngineLoad(NamedTuple):
       prompt_steps: steps that read a prompt, if it is alone.
       prompt_work: steps' worth of rows that a prompt takes; prompts share a step where it is not a whole number.
       output: tokens that a request draws, the first of them by the last step of its prompt.
+      tokens: expected tokens that a step draws for a sequence that decodes, more than one where drafts are read.
     """
 
     slots: int
@@ -49,6 +51,12 @@ class EngineLoad(NamedTuple):
     prompt_steps: int
     prompt_work: float
     output: int
+    tokens: float = 1.0
+
+    @property
+    def later_steps(self) -> float:
+        """The steps in which a request draws the tokens after its first."""
+        return (self.output - 1) / self.tokens
 
     def decoding_s(self, sequences: float) -> float:
         """Return the seconds of a step that reads no prompt."""
@@ -90,7 +98,7 @@ class Service(NamedTuple):
 def with_clients(load: EngineLoad, clients: int) -> Service:
     """Return the service of a number of clients, at most as many as slots, each of which always has one request under
     way."""
-    later, others = load.output - 1, (clients - 1) / clients
+    later, others = load.later_steps, (clients - 1) / clients
 
     def wait(per_step: float) -> float:
         """Return the steps for which a prompt waits for others, if so many requests begin in each step."""
@@ -111,7 +119,7 @@ def with_clients(load: EngineLoad, clients: int) -> Service:
         per_step / load.mean_s(decoding, share),
         reading * mixed_s,
         (load.prompt_steps + waited) * mixed_s,
-        load.mean_s(1 + others * decoding, load.share_mixed(others * per_step)) if later else 0.0,
+        load.mean_s(1 + others * decoding, load.share_mixed(others * per_step)) / load.tokens if later else 0.0,
         decoding,
         share,
     )
@@ -119,7 +127,7 @@ def with_clients(load: EngineLoad, clients: int) -> Service:
 
 def at_rate(load: EngineLoad, rate: float) -> Service | None:
     """Return the service of requests that arrive at this rate a second; None where they would queue without end."""
-    later = load.output - 1
+    later = load.later_steps
 
     def mean_s(sequences: float) -> float:
         before, seconds = 0.0, load.decoding_s(sequences)
@@ -161,7 +169,7 @@ def at_rate(load: EngineLoad, rate: float) -> Service | None:
         rate,
         alone + is_busy * current_s / 2 + queue + slot_wait,
         alone + wait_p90,
-        (sequences / rate - alone) / later if later else 0.0,
+        (sequences / rate - alone) / (load.output - 1) if later else 0.0,
         decoding,
         share,
     )

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from jaxlm.costs.counted.cache import kv_cache
+from jaxlm.costs.counted.drawing import slots_bytes
 from jaxlm.costs.counted.memory import Memory, memory, trained, updated
 from jaxlm.costs.stack import Stack
 from jaxlm.costs.workload import Workload
@@ -19,6 +21,8 @@ def first_stage(work: Workload, stack: Stack) -> Workload:
 def stack_memory(work: Workload, stack: Stack) -> Memory:
     """Return the memory of a step on one device, in a pipeline of the first stage, which keeps the activations of as
     many microbatches as there are stages."""
+    if work.drafts:
+        return _with_drafts(work, stack)
     stages, work = stack.pipeline.stages, first_stage(work, stack)
     once = memory(work)
     if stages > 1:
@@ -32,6 +36,12 @@ def least_memory(work: Workload, stack: Stack) -> Memory:
     """Return the memory that a training step needs at least, whatever its microbatches and rematerialisation."""
     work = replace(first_stage(work, stack), microbatches=1)
     return _with_state(updated(work), work, stack)
+
+
+def _with_drafts(work: Workload, stack: Stack) -> Memory:
+    """Return the memory of a decoding step whose drafts are rows, over pages and slots of the sequences alone."""
+    rows, cache = stack_memory(work.without_drafts(), stack), kv_cache(work) * stack.cache_share(work.itemsize)
+    return rows._replace(kv_cache=round(cache), slots=slots_bytes(work))
 
 
 def _with_state(once: Memory, work: Workload, stack: Stack) -> Memory:

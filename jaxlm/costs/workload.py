@@ -150,6 +150,11 @@ class Workload:
         are right."""
         return sum(self.acceptance**n for n in range(1 + self.drafts))
 
+    def speculation_row(self) -> dict[str, Any]:
+        """Return the drafts of a decoding step as JSON, under `speculation`; empty without drafts."""
+        names = "drafts", "acceptance", "tokens_per_sequence"
+        return {"speculation": {name: getattr(self, name) for name in names}} if self.drafts else {}
+
     @memoized
     def without_drafts(self) -> "Workload":
         """Return a decoding step with a sequence more for each draft: drafts are rows that read pages by themselves."""

@@ -63,11 +63,6 @@ class InferenceConfig(Section):
         if self.speculate is None or workload in ("train", "prefill"):
             return
         source, drafts = Speculation.parse(self.speculate)
-        if workload == "serve":
-            raise InputError(
-                f"inference.speculate = {self.speculate}: the search for a deployment counts no drafts; give "
-                "inference.speculate=none, or take --workload decode"
-            )
         if source != LOOK_UP:
             raise InputError(
                 f"inference.speculate = {self.speculate}: a plan does not count the steps of a draft model; give "

@@ -7,10 +7,12 @@ import pytest
 
 from jaxlm import api, config
 from jaxlm.core.errors import InputError
-from jaxlm.costs.deployment import Demand, Replica, serving_throughput
+from jaxlm.costs.demand import Demand
+from jaxlm.costs.deployment import serving_throughput
 from jaxlm.costs.engine_steps import decode_steps, mixed_steps, prefill_steps
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import HEADROOM
+from jaxlm.costs.replica import Replica
 from jaxlm.costs.stack import Stack
 from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
@@ -25,7 +27,7 @@ def experiment(name="llama3.1-8b", *settings):
 
 
 def replica(slots=32, chips="h100-sxm5:2", demand=Demand(1000, 300)):  # noqa: B008, immutable
-    return Replica.of(experiment(), Target.parse(chips), demand), slots
+    return Replica.of(Workload.of(experiment(), kind="decode"), Target.parse(chips), demand), slots
 
 
 def test_mixed_steps_are_the_prompt_s_steps_in_which_all_slots_decode_too():

@@ -78,6 +78,7 @@ def napkin_flops(work: Workload) -> int:
 def flops(work: Workload) -> Flops:
     """Return the exact FLOPs of a step over the whole job."""
     if work.kind != "train":  # each shard of an engine pads its own rows
+        work = work.without_drafts()
         shard = replace(work, batch=work.slots, layout=Layout(), engine_steps=None)
         executed = sum(op.times * op.flops for op in operations.without_copies(shard))
         model = replace(work, layout=Layout(), engine_steps=None).without_kernels_or_padding()

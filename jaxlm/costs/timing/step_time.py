@@ -96,6 +96,7 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
     """
     if stack.pipeline.stages > 1:
         return pipelined(work, target, stack)
+    work = work.without_drafts()
     chip, rates = target.chip, sustained(target.chip)
     network = Network(target, work.layout)
     collectives = traffic.collectives(work)

@@ -1,0 +1,57 @@
+"""Widths of weights and drafts on the command line of `plan` and `compile`."""
+
+import json
+import re
+
+import pytest
+
+from jaxlm.cli import main
+
+SERVE = ["--workload", "serve", "--prompt", "300", "--output", "100"]
+AUTO = ["--quantize", "auto", "--speculate", "ngram:auto"]
+
+
+def planned(capsys, *arguments, model="llama3.1-8b"):
+    assert main(["plan", model, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_a_search_chose_of_an_engine_is_in_the_table(capsys):
+    asked = ["--on", "l40s:1", *SERVE, *AUTO, "--tpot", "6ms", "inference.sequences=4"]
+    row, said = json.loads(planned(capsys, *asked, "--json")), planned(capsys, *asked)
+    assert row["quantize"] == "int4" and row["speculation"]["drafts"] > 0
+    assert re.search(rf"^ +1 × 1 +{row['batch']} int4 +{row['speculation']['drafts']} ", said, re.M)
+    assert "weights" in said.splitlines()[2] and max(map(len, said.splitlines())) <= 80
+    flat = " ".join(said.split())
+    assert "rounding changes what the model says: see jaxlm eval MODEL --quantize int4 --data FILE" in flat
+    assert f"{row['speculation']['drafts']} of each sequence, right with probability 0.6:" in flat
+
+
+def test_chips_are_compared_each_with_its_best_engine(capsys):
+    said = planned(capsys, "--on", "all:1", *SERVE, *AUTO, "inference.sequences=8", model="qwen3-0.6b")
+    assert max(map(len, said.splitlines())) <= 80 and "bfloat16" in said and "int4" in said
+
+
+def test_values_that_are_given_are_no_search(capsys):
+    given = ["--on", "h100-sxm5:1", *SERVE, "--quantize", "fp8", "--speculate", "ngram:3", "inference.acceptance=0.9"]
+    row, said = json.loads(planned(capsys, *given, "--json")), planned(capsys, *given)
+    assert row["quantize"] == "fp8" and row["speculation"]["drafts"] == 3
+    assert "weights" not in said.partition("best")[0] and "fp8; rounding" in said
+    decode = json.loads(planned(capsys, "--on", "h100-sxm5:1", "--workload", "decode", *given[8:], "--json"))
+    assert decode["speculation"] == row["speculation"]
+
+
+@pytest.mark.parametrize(
+    "command, arguments, said",
+    [
+        ("plan", ["--workload", "decode", "--quantize", "auto"], "--quantize auto is a search, of --workload serve"),
+        ("plan", ["--workload", "decode", "--speculate", "ngram:auto"], "--speculate ngram:auto is a search"),
+        ("compile", ["--workload", "decode", "--speculate", "ngram:auto"], "--speculate ngram:auto is a search"),
+        ("plan", ["--workload", "prefill", "--speculate", "ngram"], "leave it out for --workload prefill"),
+        ("plan", [*SERVE, "--speculate", "ngram", "inference.speculate=ngram:2"], "are one setting; give one of them"),
+    ],
+)
+def test_no_option_is_left_aside(capsys, command, arguments, said):
+    assert main([command, "llama3.1-8b", "--on", "h100-sxm5:1", *arguments]) == 2
+    out, errors = capsys.readouterr()
+    assert out == "" and said in " ".join(errors.split()) and "Traceback" not in errors

@@ -27,6 +27,7 @@ from jaxlm.families.files import CONFIG as PUBLISHED
 from jaxlm.families.files import config_dtype, is_gguf, is_published, read_json
 from jaxlm.inference.config import InferenceConfig
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.execution_config import keys_of
 from jaxlm.parallel import layout_choice
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.layout import Layout
@@ -93,8 +94,8 @@ def load(
     path, is_record = _found(path)
     values, plugged = _read(path), list[Plugin]()
     _import(values, path, is_record, plugged)
-    if path.name == PUBLISHED and kind in ("prefill", "decode") and (dtype := config_dtype(read_json(path))):
-        values["execution"] = {"dtype": dtype}
+    if path.name == PUBLISHED and kind in ("prefill", "decode"):
+        values["execution"] = _published_execution(read_json(path), str(path))
     is_run = RunPaths(path.parent).are_of_a_run and path.name == RunPaths(path.parent).config.name
     if is_run:
         values = with_present_keys(values)
@@ -464,6 +465,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not TOML that can be read: it has too many brackets in one another") from None
     except (OSError, ValueError) as error:  # no permission, not UTF-8, no name of a file
         raise InputError(f"{path} cannot be read: {error}") from None
+
+
+def _published_execution(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the dtype of inference of a published model, and the form of its matrices that is kept."""
+    from jaxlm.families import quantized
+
+    dtype, form = config_dtype(config), quantized.quantization(config, where)
+    execution: dict[str, Any] = {} if form is None else keys_of(form)
+    return execution | ({"dtype": dtype} if dtype else {})
 
 
 def _on_its_base(model: dict[str, Any], files: tuple[Path, ...], plugged: list[Plugin]) -> dict[str, Any]:

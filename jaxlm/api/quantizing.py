@@ -53,7 +53,7 @@ def quantize(
       run: the folder to make.
       to: "int8", "w8a8", "int4" or "fp8".
       data: a file, directory or glob of text.
-      group: inputs that share a scale of int4 (`execution.quantize_group`).
+      group: inputs that share a scale (`execution.quantize_group`).
       checkpoint, average: as in `load`.
       display: shows the progress of measuring.
       say: takes a line about what is odd.

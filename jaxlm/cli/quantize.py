@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group",
         type=int,
         choices=GROUPS,
-        help="inputs that share a scale of int4 (execution.quantize_group)",
+        help="inputs that share a scale (execution.quantize_group)",
     )
     parser.add_argument(
         "--data", required=True, metavar="PATH", help="a file, directory or glob of text to measure the loss on"
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.group is not None and arguments.to != "int4":
-        raise InputError(f"--group is of int4: leave it out, or give --to int4 in place of {arguments.to}")
+    if arguments.group is not None and arguments.to == "w8a8":
+        raise InputError("--group is not of w8a8, which has one scale for all inputs: leave it out, or give --to int8")
     if not arguments.data:
         raise InputError("--data names no text; give a file, directory or glob")
 

@@ -61,7 +61,10 @@ def quantize_overrides(arguments: Namespace) -> list[str]:
 
 
 # Sections and keys that every command reads.
-_READ = ("model", "mesh", "execution.dtype", "execution.kernels", "execution.quantize", "execution.quantize_group")
+_READ = (
+    *("model", "mesh", "execution.dtype", "execution.kernels"),
+    *("execution.quantize", "execution.quantize_group", "execution.quantize_targets"),
+)
 
 
 def load(

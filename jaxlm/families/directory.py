@@ -188,6 +188,18 @@ class PublishedModel:
         starts = tuple(start.replace("{l}", str(layer)) for start, layer in layers)
         return [name for name in self.stored if name.startswith(starts)]
 
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """The form in which matrices of layers are stored, where they can be kept in it without rounding a number; None
+        for weights that are not quantized, or that are widened. Raises InputError as `tensors`."""
+        form = quantized.quantization(self._whole_config, str(self.folder / CONFIG))
+        if form is None:
+            return None
+        kept = table.kept(self.model, self.tensors, self.stored, form)
+        if kept == table.quantizable(self.model, form):
+            return form
+        return form._replace(targets=tuple(sorted(kept))) if kept else None
+
     def load(
         self,
         mesh: Mesh,
@@ -196,7 +208,7 @@ class PublishedModel:
         quantized: Quantization | None = None,
     ) -> Tree:
         """Return the parameters, sharded on a mesh, in a dtype or each in its own, matrices of layers perhaps
-        quantised. Raises InputError as `tensors`."""
+        quantised: those that are stored so are kept as they are. Raises InputError as `tensors`."""
         return table.load(self.model, self.tensors, self.stored, mesh, rules, dtype, quantized)
 
     def digest(self) -> str:
@@ -220,11 +232,16 @@ class PublishedModel:
         [(usual, _)] = Counter(each.values()).most_common(1)
         return {"": usual, **{name: dtype for name, dtype in each.items() if dtype != usual}}
 
-    def remarks(self) -> list[str]:
-        """Return a line about each kind of tensor that is converted or left out when the model is read, and about the
-        keys of config.json that change nothing."""
-        number = Counter(x.dtype.name for x in map(self.stored.get, self.tensors) if isinstance(x, LazyTensor))
-        lines = [
+    def remarks(self, quantization: Quantization | None = None) -> list[str]:
+        """Return a line about each kind of tensor that is converted or left out when the model is read, its matrices in
+        this form, and about the keys of config.json that change nothing."""
+        form = quantization
+        paths = frozenset() if form is None else table.kept(self.model, self.tensors, self.stored, form)
+        kept = [name for name, each in self.tensors.items() if paths.issuperset(place.path for place in each.places)]
+        widened = [name for name in self.tensors.keys() - kept if isinstance(self.stored[name], LazyTensor)]
+        number = Counter(self.stored[name].dtype.name for name in widened)
+        lines = [f"{len(kept)} tensors are quantized and are kept as they are stored, as {form}"] if kept else []
+        lines += [
             f"{n} tensors are quantized and are read as {dtype}, as an export has them" for dtype, n in number.items()
         ]
         further = self._further

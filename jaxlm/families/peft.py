@@ -165,6 +165,10 @@ class AdaptedModel(PublishedModel):
         stored = self._sums(wide=dtype is not None)
         return table.load(self.model, self.tensors, stored, mesh, rules, dtype, quantized)
 
+    @property
+    def quantization(self) -> None:
+        """None: sums with adapters are in full."""
+
     def digest(self) -> str:
         """Return a digest of adapters and base."""
         return f"{digest([self.adapter / ADAPTER, self.adapter / ADAPTER_CONFIG])}+{self.base.digest()}"
@@ -179,7 +183,7 @@ class AdaptedModel(PublishedModel):
         file = self.adapter / GENERATION
         return read_json(file) if file.is_file() else self.base.generation
 
-    def remarks(self) -> list[str]:
+    def remarks(self, quantization: Quantization | None = None) -> list[str]:
         """Return the base's remarks, and a line about the adapters."""
         return [*self.base.remarks(), f"{len(self._adapters)} adapters are added to {self.base}"]
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +14,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
+from jaxlm.families.kept_matrix import KeptMatrices, KeptMatrix
 from jaxlm.families.pattern import Pattern
+from jaxlm.families.quantized.scaled import ScaledTensor
 from jaxlm.families.rule import TensorRule
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models import tree as model_tree
@@ -196,31 +198,76 @@ def load(
     Args:
       dtype: the dtype to cast to; None keeps the stored dtype of each array (for a stack, of its first layer). State
         is float32.
-      quantized: the form of the matrices of layers; each is quantised as soon as it is read, from what is stored.
+      quantized: the form of the matrices of layers. Those that are stored in it are kept as they are; others are
+        quantised as soon as they are read, from what is stored.
     """
     _, abstract = model_tree.abstract(model)
     quantizer = None if quantized is None else Quantizer(model, quantized, mesh, rules, None)
+    matrices = None if quantized is None else KeptMatrices(model, quantized, mesh, rules)
+    are_kept = frozenset() if quantized is None else kept(model, expected, stored, quantized)
     shapes = model_tree.paths(model_tree.shapes(abstract))
     shardings = model_tree.shardings(abstract, mesh, rules)
     sharding_of = model_tree.paths(shardings)
     missing = Counter(place.path for binding in expected.values() for place in binding.places)
-    filled: dict[str, HostShards] = {}
+    filled: dict[str, HostShards | KeptMatrix] = {}
     arrays: dict[str, jax.Array] = {}
     for binding in expected.values():  # all layers of a rule, then the next: few arrays are filled at a time
-        numbers = stored[binding.name].read()
-        for place, piece in zip(binding.places, binding.read(numbers), strict=True):
+        for place, *pieces in _pieces(binding, stored[binding.name], are_kept):
             path = place.path
-            if path not in filled:
+            if path not in filled and matrices is not None and path in are_kept:
+                filled[path] = matrices.matrix(path)
+            elif path not in filled:
                 as_stored = dtype is None or (quantizer is not None and quantizer.is_quantized(path))
-                to = jax.dtypes.canonicalize_dtype(numbers.dtype if as_stored else dtype)
+                to = jax.dtypes.canonicalize_dtype(pieces[0].dtype if as_stored else dtype)
                 to = np.dtype(np.float32) if binding.is_state else to
                 filled[path] = HostShards(shapes[path].shape, to, sharding_of[path])
-            filled[path].fill(place.begin, piece[(None,) * len(place.index)])
+            filled[path].fill(place.begin, *(piece[(None,) * len(place.index)] for piece in pieces))
             missing[path] -= 1
             if not missing[path]:
-                array = filled.pop(path).on_devices()
-                arrays[path] = array if quantizer is None else quantizer.parameter(path, array)
+                whole = filled.pop(path).on_devices()
+                arrays[path] = whole if quantizer is None or path in are_kept else quantizer.parameter(path, whole)
     return jax.tree.unflatten(jax.tree.structure(shardings), [arrays[path] for path in sharding_of])
+
+
+def kept(
+    model: ModelConfig,
+    expected: Mapping[str, TensorBinding],
+    stored: Mapping[str, StoredTensor | LazyTensor],
+    form: Quantization,
+) -> frozenset[str]:
+    """Return the paths of the matrices that a form quantises and all tensors of which are stored in it."""
+    declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
+    quantised = quantizable(model, form)
+    fits: dict[str, bool] = {}
+    for binding in expected.values():
+        tensor = stored[binding.name]
+        for place in binding.places:
+            of = declared[place.path]
+            inputs = math.prod(of.shape[i] for i in of.inputs)
+            is_stored_so = isinstance(tensor, ScaledTensor) and tensor.fits(form, inputs)
+            fits[place.path] = is_stored_so and fits.get(place.path, True)
+    return frozenset(path for path in quantised if fits[path])
+
+
+def quantizable(model: ModelConfig, form: Quantization) -> frozenset[str]:
+    """Return the paths of the matrices that a form quantises."""
+    plain, tree = (model_tree.shapes(model_tree.abstract(model, quantized=each)[1]) for each in (None, form))
+    return frozenset(model_tree.paths(plain).keys() - model_tree.paths(tree).keys())
+
+
+def _pieces(
+    binding: TensorBinding, tensor: StoredTensor | LazyTensor, kept: Collection[str]
+) -> Iterator[tuple[TensorPlace, *tuple[np.ndarray, ...]]]:
+    """Yield each place with its numbers, or with the numbers and scales that are kept there."""
+    are_kept = [place.path in kept for place in binding.places]
+    if isinstance(tensor, ScaledTensor) and any(are_kept):
+        for place, numbers, scales in zip(binding.places, *map(binding.read, tensor.parts()), strict=True):
+            if place.path in kept:
+                yield place, numbers, scales
+    if not all(are_kept):
+        for place, numbers in zip(binding.places, binding.read(tensor.read()), strict=True):
+            if place.path not in kept:
+                yield place, numbers
 
 
 def unwritten(

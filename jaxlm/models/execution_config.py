@@ -1,9 +1,9 @@
 """The execution of a model's steps. Imports no JAX."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from jaxlm.core.schema import InWords, Section
 from jaxlm.models.quantize_config import Quantization, QuantizeKind
@@ -49,20 +49,31 @@ class ExecutionConfig(Section):
     unless `remat` is "full", up to 48 layers, where the counted memory fits; on a CPU up to 12 layers that keep
     everything; on a TPU it is a loop."""
     quantize: Literal["none"] | QuantizeKind = "none"
-    """Keep the matrices of layers in this width: int8 and fp8 (float8_e4m3fn) have a float32 scale for each output,
-    int4 one for each output and group of inputs. w8a8 keeps what int8 does, and in each product rounds every row of
-    activations to int8 too: faster on CPUs, and further from the model. Embeddings, the unembedding, norms, biases,
-    routers and experts stay in `dtype`, and so do sums. In inference weights are rounded as they are read; in training
-    it is for the weights that [lora] leaves as they are (QLoRA, arXiv:2305.14314), and needs that section; w8a8 is for
-    inference alone."""
-    quantize_group: Literal[32, 64, 128] = 64
-    """The inputs that share a scale of int4: the largest of 32, 64 and 128 up to this number that divides the inputs of
-    a matrix; a matrix whose inputs 32 does not divide stays in `dtype`."""
+    """Keep the matrices of layers in this width, with float32 scales; fp8 is float8_e4m3fn. w8a8 keeps what int8 does,
+    and in each product rounds every row of activations to int8 too: faster on CPUs, and further from the model.
+    Embeddings, the unembedding, norms, biases, routers and experts stay in `dtype`, and so do sums.
+
+    In inference weights are rounded as they are read. Published ones that are stored in the form asked for are kept as
+    they are; where nothing is asked for, so are those that are stored in any of these forms. In training it is for the
+    weights that [lora] leaves as they are (QLoRA, arXiv:2305.14314), and needs that section; w8a8 is for inference
+    alone."""
+    quantize_group: Literal["auto", "all", 32, 64, 128] = "auto"
+    """The inputs that share a scale of an output: all, or the largest of 32, 64 and 128 up to this number that divides
+    the inputs of a matrix; a matrix whose inputs 32 does not divide stays in `dtype`. "auto" is 64 of int4 and all of
+    the others; w8a8 has no other."""
+    quantize_targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Patterns of the paths of matrices that `quantize` is of, such as ["*/attention/*"]."""
     compiler_options: Annotated[dict[str, bool | int | float | str], InWords(type="table", default="none")] = Field(
         default_factory=dict
     )
     """Options of XLA's compiler for the programs of training, by their names in XLA_FLAGS without dashes, such as
     `xla_gpu_dot_merger_threshold_mb = 512`. They come beside those of jaxlm for the platform, and replace these."""
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        if self.quantize == "w8a8" and self.quantize_group not in ("auto", "all"):
+            raise ValueError(f'quantize_group = {self.quantize_group}: "w8a8" has one scale for all inputs; set "all"')
+        return self
 
     @property
     def in_loop(self) -> bool:
@@ -75,4 +86,11 @@ class ExecutionConfig(Section):
         """The form of the matrices of layers; None where they are in `dtype`."""
         if self.quantize == "none":
             return None
-        return Quantization(self.quantize, self.quantize_group if self.quantize == "int4" else 0)
+        groups = {"auto": 64 if self.quantize == "int4" else 0, "all": 0}
+        return Quantization(self.quantize, groups.get(self.quantize_group, self.quantize_group), self.quantize_targets)
+
+
+def keys_of(quantization: Quantization) -> dict[str, Any]:
+    """Return the keys of `ExecutionConfig` for a form of the matrices of layers."""
+    kind, group, targets = quantization
+    return {"quantize": kind, "quantize_group": group or "all", "quantize_targets": list(targets)}

@@ -3,26 +3,27 @@
 from typing import Literal, NamedTuple
 
 QuantizeKind = Literal["int8", "w8a8", "int4", "fp8"]
-GROUPS = (32, 64, 128)  # the inputs that may share a scale of int4
+GROUPS = (32, 64, 128)  # the inputs that may share a scale
 
 
 class Quantization(NamedTuple):
     """The form of matrices that are rounded to few bits, each number times a scale.
 
     Attributes:
-      kind: of the numbers: "int8" and "fp8" (float8_e4m3fn) have one scale for each output; "int4" has one for each
-        output and group of inputs. "w8a8" are the numbers of "int8"; products with them round each row of activations
-        to int8 too.
-      group: of int4, the most inputs of a group; 0 otherwise.
+      kind: of the numbers: "int8", "int4" or "fp8" (float8_e4m3fn). "w8a8" are those of "int8"; products with them
+        round each row of activations to int8 too.
+      group: the most inputs that share a scale of an output; 0 is all.
+      targets: patterns of the paths of matrices that are quantised.
     """
 
     kind: QuantizeKind
     group: int = 0
+    targets: tuple[str, ...] = ("*",)
 
     def group_of(self, inputs: int) -> int | None:
         """Return how many of a matrix's inputs share a scale, or None for a matrix that has no such groups."""
-        if self.kind != "int4":
-            return inputs
+        if self.group == 0:
+            return inputs if self.kind != "int4" or inputs % 2 == 0 else None
         return next((size for size in sorted(GROUPS, reverse=True) if size <= self.group and inputs % size == 0), None)
 
     def by_outputs(self, platform: str | None) -> bool:
@@ -31,4 +32,5 @@ class Quantization(NamedTuple):
         return platform == "cpu" or (platform == "gpu" and self.kind == "w8a8")
 
     def __str__(self) -> str:
-        return f"{self.kind} in groups of {self.group}" if self.group else self.kind
+        groups = f" in groups of {self.group}" if self.group else ""
+        return f"{self.kind}{groups}" + ("" if self.targets == ("*",) else f" of {', '.join(self.targets)}")

@@ -4,10 +4,12 @@ Everything that must know the parameters reads it: initialisation, sharding, wei
 compilation. Trees are nested dicts whose leaves are found by path ("layers/attention/query").
 """
 
+import difflib
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +17,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxlm.core.errors import InputError
 from jaxlm.models import lora
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
@@ -183,7 +186,8 @@ def build(
     module = Transformer(model, rngs, unrolled)
     targets = () if adapted is None else _targets(module, adapted)
     if quantized is not None:
-        chosen = _quantizable(module, quantized)
+        stacks = module.groups.stacks if not unrolled else nnx.merge(*abstract(model)).groups.stacks
+        chosen = _quantizable(module, quantized, stacks)
         module = replaced(module, chosen, lambda matrix: QuantizedMatrix(matrix, quantized))
     return module if adapted is None else lora.adapt(module, adapted, targets, rngs)
 
@@ -200,15 +204,39 @@ def _targets(module: Transformer, adapted: LoraConfig) -> tuple[str, ...]:
     return lora.targets(adapted, matrices, mixtures, [p for p in declared if p not in (*matrices, *mixtures)])
 
 
-def _quantizable(module: Transformer, quantized: Quantization) -> tuple[str, ...]:
-    """Return the paths of the matrices that are quantised: those of layers, but for experts and their routers, whose
-    inputs the groups divide."""
+def _quantizable(
+    module: Transformer, quantized: Quantization, stacks: Sequence[tuple[str, Sequence[int]]]
+) -> tuple[str, ...]:
+    """Return the paths of the targets that are quantised: matrices of layers, but for experts and their routers, whose
+    inputs the groups divide. Of unrolled layers targets are those of their `stacks`. Raises InputError for a pattern
+    that is of no such matrix."""
+    declared = paths(dimensions(nnx.state(module)))
+    stack_of = {layer: f"layers/{name}" if len(stacks) > 1 else "layers" for name, layers in stacks for layer in layers}
 
-    def is_chosen(d: Dimensions) -> bool:
+    def in_stack(path: str) -> str:
+        if not module.groups.unrolled or not path.startswith("layers/"):
+            return path
+        _, layer, below = path.split("/", 2)
+        return f"{stack_of[int(layer)]}/{below}"
+
+    possible = {
+        path: in_stack(path) for path, d in declared.items() if d.projection and not d.of_mixture and not d.by_outputs
+    }
+    named = list(dict.fromkeys(possible.values()))
+    for i, pattern in enumerate(quantized.targets):
+        if pattern != "*" and not any(fnmatchcase(path, pattern) for path in named):
+            near = difflib.get_close_matches(pattern, named, 4, cutoff=0.4) or named[:4]
+            raise InputError(
+                f"execution.quantize_targets[{i}] = {pattern!r} is of no matrix that can be quantised, such as "
+                f"{', '.join(near)}"
+            )
+
+    def is_chosen(path: str) -> bool:
+        d = declared[path]
         grouped = quantized.group_of(math.prod(d.shape[i] for i in d.inputs)) is not None
-        return d.projection and not d.of_mixture and not d.by_outputs and grouped
+        return grouped and any(fnmatchcase(possible[path], pattern) for pattern in quantized.targets)
 
-    return tuple(path for path, d in paths(dimensions(nnx.state(module))).items() if is_chosen(d))
+    return tuple(filter(is_chosen, possible))
 
 
 def trained(tree: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -105,7 +105,8 @@ class Run:
         if not self.paths.quantized.is_file():
             return None
         try:
-            return Quantization(**json.loads(self.paths.quantized.read_text(encoding="utf-8")))
+            kept = Quantization(**json.loads(self.paths.quantized.read_text(encoding="utf-8")))
+            return kept._replace(targets=tuple(kept.targets))
         except (OSError, ValueError, TypeError) as error:
             raise InputError(f"{self.paths.quantized} is broken: {error}") from None
 

@@ -16,7 +16,7 @@ from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import files, hub, tokens
 from jaxlm.families.files import DTYPES, TOKENIZER, computing_dtype, is_adapter, is_gguf
 from jaxlm.families.special_tokens import SpecialTokens
-from jaxlm.models.execution_config import Dtype
+from jaxlm.models.execution_config import Dtype, keys_of
 from jaxlm.runs.folder import check_vocabulary
 from jaxlm.runs.source import WeightsRequest, check_reads
 from jaxlm.training.display import Display
@@ -50,7 +50,11 @@ class PublishedSource:
     def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
         """Return the experiment with `key=value` overrides. Raises InputError for one that is not among `reads`, and
         for those that make another model of it."""
-        experiment = config.load(self.model.folder, overrides, None)
+        # Quantised weights are kept as they are, unless somebody asks for another form.
+        is_kept = "execution.quantize" not in config.overridden(overrides)
+        kept = self.model.quantization if is_kept else None
+        own = [] if kept is None else [f"execution.{key}={json.dumps(value)}" for key, value in keys_of(kept).items()]
+        experiment = config.load(self.model.folder, [*own, *overrides], None)
         if experiment.model != self.experiment().model:
             raise InputError(f"{self} has another [model] than the overrides make of it; leave them out")
         check_reads(config.overridden(overrides), reads)
@@ -81,7 +85,7 @@ class PublishedWeights:
             raise InputError(
                 f"{self._model} is a published model, with one set of weights; leave out --ema and --checkpoint"
             )
-        for remark in self._model.remarks():
+        for remark in self._model.remarks(request.quantized):
             request.say(f"{self._model}: {remark}")
         return 0, self._model.load(request.mesh, request.rules, request.dtype, request.quantized)
 

@@ -18,8 +18,6 @@ from jaxlm.training.paths import written_apart
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxlm.models.quantize_config import Quantization
-
 
 class QuantizedRun(NamedTuple):
     """The form of a model that was quantised, its parameters, and the bytes of its weights."""
@@ -52,7 +50,7 @@ def quantize(source: ModelSource, experiment: Experiment, out: Path, request: "W
     step, parameters = source.weights.restore(request)
     write_files(source.weights.sidecar_files(), run.paths.huggingface)
     source.weights.origin(step).save(run.paths.origin)
-    changes = {"execution": experiment.execution.model_copy(update=_keys(quantization)), "lora": None}
+    changes: dict[str, object] = {"lora": None}
     if source.text.has_tokenizer:
         run.paths.tokenizer.write_bytes(source.text.tokenizer_file.read_bytes())
         changes["data"] = experiment.data.model_copy(update={"tokenizer": with_addresses(run.paths.tokenizer)})
@@ -69,8 +67,3 @@ def mesh_for(experiment: Experiment) -> "Mesh":
     from jaxlm.parallel.devices import mesh_here
 
     return mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
-
-
-def _keys(quantization: "Quantization") -> dict[str, object]:
-    group = {"quantize_group": quantization.group} if quantization.group else {}
-    return {"quantize": quantization.kind, **group}

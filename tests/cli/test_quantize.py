@@ -70,8 +70,8 @@ def test_what_would_change_a_kept_form_is_refused(folder, kept, tmp_path, capsys
     assert "is kept in int8" in refused(capsys, "export", kept, tmp_path / "exported")
     both = refused(capsys, "generate", kept, "--quantize", "int8", "execution.quantize=int8", *prompt)
     assert "--quantize and execution.quantize are one setting; give one of them" in both
-    assert "--group is of int4" in refused(
-        capsys, "quantize", kept, tmp_path / "new", "--to", "int8", "--group", 32, "--data", folder / "text.txt"
+    assert "--group is not of w8a8" in refused(
+        capsys, "quantize", kept, tmp_path / "new", "--to", "w8a8", "--group", 32, "--data", folder / "text.txt"
     )
 
 

@@ -1,9 +1,10 @@
-"""Directories whose matrices are packed as GPTQ and AWQ pack them, number by number, and the same in float32."""
+"""Directories whose matrices are quantised as in GPTQ, AWQ and FP8, number by number, and the same in float32."""
 
 import json
 from pathlib import Path
 
 import loud
+import ml_dtypes
 import numpy as np
 
 from jaxlm.families import safetensors, table
@@ -18,7 +19,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "dtype": "float16"}
+_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "dtype": "float16", "vocab_size": 96}
 CONFIG = loud.read("qwen3")[0]["config"] | _SIZES | _LAYERS
 
 
@@ -66,16 +67,32 @@ def packed(name, codes, zeros, scales, described, groups=None):
     return {f"{module}.{part}": np.ascontiguousarray(x) for part, x in parts.items()}
 
 
-def make(folder: Path, described, permuted=False):
+def in_fp8(name, shape, block, random):
+    """Return the tensors of a matrix in FP8 with scales of blocks, one for all where there is no block, and the matrix
+    in float32."""
+    values = random.standard_normal(shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
+    grid = tuple(-(-size // block) for size in shape) if block else ()
+    scales = (random.uniform(0.5, 1.5, grid) / 16).astype(np.float32)
+    matrix = np.empty(shape, np.float32)
+    for row, column in np.ndindex(*shape):
+        matrix[row, column] = np.float32(values[row, column]) * scales[(row // block, column // block) if block else ()]
+    return {name: values, f"{name}_scale_inv": np.asarray(scales)}, matrix
+
+
+def make(folder: Path, described, permuted=False, whole=()):
     """Write `folder`/packed and `folder`/wide, and return the tensors of the latter, the numbers of matrices exact in
-    float32."""
-    random, bits, group = np.random.default_rng(0), described["bits"], described["group_size"]
+    float32. Matrices whose names have a part of `whole` are not quantised."""
+    random, bits, group = np.random.default_rng(0), described.get("bits"), described.get("group_size")
     own, wide = {}, {}
     for name, binding in table.tensors(model_of(CONFIG, "config.json"), families()["qwen3"].rules).items():
         shape = binding.shape
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") or any(part in name for part in whole):
             x = random.standard_normal(shape, np.float32) * 0.1 + ("norm" in name)
             own[name], wide[name] = x.astype(np.float16), x.astype(np.float16).astype(np.float32)
+            continue
+        if described["quant_method"] == "fp8":
+            tensors, wide[name] = in_fp8(name, shape, (described["weight_block_size"] or [None])[0], random)
+            own |= tensors
             continue
         outputs, inputs = shape
         size = inputs if group == -1 else group

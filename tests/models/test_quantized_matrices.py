@@ -111,7 +111,7 @@ def test_devices_compute_what_one_does(form):
 @pytest.mark.parametrize("form", [*FORMS, W8A8], ids=str)
 def test_memory_and_reads_are_those_of_the_leaves(form):
     model = model_fixtures.model(model_fixtures.LLAMA, d_model=64)
-    keys = {"quantize": form.kind, "quantize_group": form.group or 64}
+    keys = {"quantize": form.kind, "quantize_group": form.group or "all"}
     work = workload("decode", model, 2, 32, page=32, platform="gpu", **keys)
     shapes = tree.shapes(tree.abstract(model, quantized=form)[1], "bfloat16")
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))

@@ -10,6 +10,7 @@ from jaxlm.families.files import CONFIG, write_json
 from jaxlm.families.gguf import translation, vocabulary
 from jaxlm.families.gguf.reader import GgufFile, read
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
+from jaxlm.models.quantize_config import Quantization
 
 _EDITION = 1  # of translations: a higher number leaves older folders of the cache unused
 
@@ -61,7 +62,7 @@ class GgufModel(PublishedModel):
         """Return a digest of the file."""
         return digest([self.path])
 
-    def remarks(self) -> list[str]:
+    def remarks(self, quantization: Quantization | None = None) -> list[str]:
         """Return a line that says that quantized tensors are read as float32."""
         number = sum(isinstance(tensor, LazyTensor) for tensor in self._file.tensors.values())
         return [f"{number} tensors are quantized and are read as float32, as an export has them"] if number else []

@@ -8,10 +8,10 @@ from jaxlm.core.errors import InputError
 from jaxlm.families.files import text_of
 from jaxlm.families.quantized import fp8, mxfp4, packed
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
+from jaxlm.models.quantize_config import Quantization
 
 CONFIG_KEY = "quantization_config"
-_UNDESCRIBED = ("fp8", "mxfp4")  # whose tensors say all there is to know
-_METHODS = (*_UNDESCRIBED, *packed.METHODS)
+_METHODS = ("fp8", "mxfp4", *packed.METHODS)
 
 
 def check_method(config: Mapping[str, Any], where: str) -> None:
@@ -22,7 +22,20 @@ def check_method(config: Mapping[str, Any], where: str) -> None:
 def packing(config: Mapping[str, Any], where: str) -> packed.Packing | None:
     """Return how a config.json says that words of numbers are packed; None where there are none. Raises InputError as
     `check_method` does."""
-    form = None
+    described = _described(config, where)
+    return packed.Packing.of(described, where) if described.get("quant_method") in packed.METHODS else None
+
+
+def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
+    """Return the form in which matrices of layers are kept as they are stored, as a config.json describes them; None
+    where they are widened. Raises InputError as `check_method` does."""
+    if (words := packing(config, where)) is not None:
+        return words.quantization
+    described = _described(config, where)
+    return fp8.quantization(described) if described.get("quant_method") == "fp8" else None
+
+
+def _described(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for part in (config, text_of(config)):
         described = part.get(CONFIG_KEY) or {}
         method = described.get("quant_method") if isinstance(described, dict) else described
@@ -31,9 +44,9 @@ def packing(config: Mapping[str, Any], where: str) -> packed.Packing | None:
                 f"{where}: weights are quantized by {method!r}, and jaxlm reads {', '.join(_METHODS[:-1])} and "
                 f"{_METHODS[-1]} alone; take the model in bfloat16"
             )
-        if method in packed.METHODS:
-            form = packed.Packing.of(described, where)
-    return form
+        if described:
+            return described if isinstance(described, dict) else {"quant_method": method}
+    return {}
 
 
 def dequantized(

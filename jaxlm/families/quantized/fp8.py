@@ -1,17 +1,20 @@
 """FP8 with scales of blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; 128 × 128 in most files): read as
-bfloat16."""
+bfloat16, or kept."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxlm.core.errors import InputError
-from jaxlm.families.quantized.scaled import scales_of
+from jaxlm.families.quantized.scaled import ScaledTensor, kept_group, scales_of
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
+from jaxlm.models.quantize_config import Quantization
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_DTYPES = ("F8_E4M3", "F8_E5M2")
+_KEPT = "F8_E4M3"
+_DTYPES = (_KEPT, "F8_E5M2")
 _SCALES = "_scale_inv"  # after the name of an FP8 tensor; a number times its scale is what it stands for
 _UNUSED = (".activation_scale", ".input_scale")  # of activations, which are not quantized here
 
@@ -23,6 +26,18 @@ def tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, LazyTensor], 
     parts = {part for name in names for part in (name, name + _SCALES)}
     parts |= {name.removesuffix(".weight") + unused for name in names for unused in _UNUSED}
     return {name: _tensor(name, stored[name], stored[name + _SCALES]) for name in names}, parts
+
+
+def quantization(described: Mapping[str, Any]) -> Quantization | None:
+    """Return the form that holds the matrices of a `quantization_config` without rounding a number; None where there is
+    none."""
+    match described.get("weight_block_size"):
+        case [int(_), int(inputs)] if (group := kept_group(inputs)) is not None:
+            return Quantization("fp8", group)
+        case None:
+            return Quantization("fp8")
+        case _:
+            return None
 
 
 def _tensor(name: str, values: StoredTensor, scales: StoredTensor) -> LazyTensor:
@@ -51,7 +66,17 @@ def _tensor(name: str, values: StoredTensor, scales: StoredTensor) -> LazyTensor
                 numbers[..., row * high : min((row + 1) * high, rows), :] *= scale[..., None, :]
         return numbers.astype(_BFLOAT16)
 
-    return LazyTensor(_BFLOAT16, values.shape, make)
+    def parts() -> tuple[np.ndarray, np.ndarray]:
+        each = scales_of(scales)
+        if blocks is None:
+            return values.read(), np.broadcast_to(each.reshape(()), values.shape)
+        (rows, columns), (high, wide) = values.shape, blocks
+        return values.read(), np.repeat(np.repeat(each, high, axis=0)[:rows], wide, axis=1)[:, :columns]
+
+    if values.dtype_name != _KEPT or len(values.shape) != 2:
+        return LazyTensor(_BFLOAT16, values.shape, make)
+    is_of_all = blocks is None or scales.shape[-1] == 1
+    return ScaledTensor(_BFLOAT16, values.shape, make, "fp8", 0 if is_of_all else blocks[-1], parts)
 
 
 def _block(size: int, number: int) -> int | None:

@@ -1,5 +1,5 @@
 """Integers of four or eight bits in words of 32: GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978), read as float32,
-which holds each product of a number and its float16 scale exactly."""
+which holds each product of a number and its float16 scale exactly, or kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import InputError
+from jaxlm.families.files import CONFIG
+from jaxlm.families.quantized.scaled import ScaledTensor, kept_group
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
+from jaxlm.models.quantize_config import Quantization, QuantizeKind
 
 METHODS = ("gptq", "awq")
 _WORDS = ".qweight"
@@ -27,6 +30,7 @@ class Packing:
       bits: of a number.
       group: inputs that share a scale and a zero point; 0 is all.
       symmetric: whether the zero point is the middle of the numbers everywhere.
+      in_order: whether inputs of a group stand beside one another.
       zero_offset: what is added to stored zero points.
     """
 
@@ -34,6 +38,7 @@ class Packing:
     bits: int
     group: int
     symmetric: bool
+    in_order: bool
     zero_offset: int
 
     @classmethod
@@ -56,7 +61,7 @@ class Packing:
                 raise refuse("version", version, "'gemm'")
             if (zeros := described.get("zero_point", True)) is not True:
                 raise refuse("zero_point", zeros, "true")
-            return cls(method, bits, group, False, 0)
+            return cls(method, bits, group, False, True, 0)
         if form not in ("gptq", "gptq_v2"):
             raise refuse("checkpoint_format", form, "'gptq' and 'gptq_v2'")
         if described.get("is_marlin_format"):
@@ -66,7 +71,23 @@ class Packing:
         symmetric = described.get("sym", True)
         if type(symmetric) is not bool:
             raise refuse("sym", symmetric, "true and false")
-        return cls(method, bits, group, symmetric, 1 if form == "gptq" else 0)
+        in_order = not described.get("desc_act") or group == 0
+        return cls(method, bits, group, symmetric, in_order, 1 if form == "gptq" else 0)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The form that holds these matrices without rounding a number; None where there is none."""
+        group = kept_group(self.group)
+        if group is None or not self.in_order or self.kind is None:
+            return None
+        return Quantization(self.kind, group)
+
+    @property
+    def kind(self) -> QuantizeKind | None:
+        """The kind of the numbers without their zero points: four bits have up to 15 of either sign with those."""
+        if self.symmetric:
+            return "int4" if self.bits == 4 else "int8"
+        return "int8" if self.bits == 4 else None
 
 
 def tensors(stored: Mapping[str, StoredTensor], packing: Packing | None) -> tuple[dict[str, LazyTensor], set[str]]:
@@ -130,12 +151,32 @@ class _Matrix:
 
     def tensor(self) -> LazyTensor:
         """Return the matrix [outputs, inputs]."""
-        return LazyTensor(np.dtype(np.float32), self.shape[::-1], self._wide)
+        own = np.dtype(np.float32), self.shape[::-1], self._wide
+        if self.packing.kind is None or not self._is_in_order:
+            return LazyTensor(*own)
+        return ScaledTensor(*own, self.packing.kind, self.packing.group, self._parts)
+
+    @property
+    def _is_in_order(self) -> bool:
+        inputs, _ = self.shape
+        order = np.arange(inputs) // (self.packing.group or inputs)
+        return self.groups is None or np.array_equal(self.groups.read(), order)
 
     def _wide(self) -> np.ndarray:
         numbers = self._numbers().astype(np.float32)
         numbers *= self._per_input(self.scales.read().astype(np.float32))
         return numbers.T
+
+    def _parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return numbers and scales, as `ScaledTensor` has them."""
+        numbers = self._numbers()
+        most = 8 if self.packing.kind == "int4" else 128
+        if numbers.min() < -most or numbers.max() >= most:
+            raise InputError(
+                f"{self.words.file}: zero points of {self.module} are not the middle of {self.packing.bits} bits, and "
+                f'"sym" says so: set it to false in {CONFIG}'
+            )
+        return numbers.astype(np.int8).T, self._per_input(self.scales.read()).T
 
     def _numbers(self) -> np.ndarray:
         """Return the numbers [inputs, outputs] without their zero points, int16."""

@@ -143,18 +143,6 @@ def _check_group(operation: str, kind: str, inputs: int, all_inputs: int) -> Non
         raise ValueError(f"{operation}: groups of {kind} have {wanted} inputs, not {inputs}")
 
 
-def rounded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return rows [..., K] in int8, and the float32 scale [..., 1] of each, by which its largest magnitude is 127.
-
-    A row with a NaN or an infinity has NaN as its scale.
-    """
-    wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    is_finite = jnp.all(jnp.isfinite(wide), axis=-1, keepdims=True)
-    scale = jnp.where(is_finite, jnp.maximum(largest / 127, _SMALLEST), jnp.nan)
-    return jnp.nan_to_num(jnp.round(wide / scale)).astype(jnp.int8), scale
-
-
 def widened_scales(scales: jax.Array) -> jax.Array:
     """Return scales in float32, also of E8M0, whose 255 is NaN."""
     if scales.dtype != jnp.uint8:

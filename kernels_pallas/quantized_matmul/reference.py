@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, rounded_rows
+from kernels_pallas.core.rounding import rounded_rows
+from kernels_pallas.quantized_matmul.formats import KINDS, dequantize
 
 
 def quantized_matmul(

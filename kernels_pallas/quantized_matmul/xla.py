@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, halves, rounded_rows, unit_scales, unpacked
+from kernels_pallas.core.rounding import rounded_rows
+from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, halves, unit_scales, unpacked
 
 _BLOCK = 32 * 2048  # numbers of a block, of about this many
 

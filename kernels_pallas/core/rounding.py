@@ -1,0 +1,26 @@
+"""Rows of few bits, each number times a scale."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+# The largest magnitude that rounding gives.
+MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+def rounded_rows(x: jax.Array, dtype: Any = "int8") -> tuple[jax.Array, jax.Array]:
+    """Return rows [..., K] in int8 or float8_e4m3fn, and the float32 scale [..., 1] of each, by which the largest
+    magnitude of the row is 127 or 448.
+
+    A row depends on its own numbers alone. A row with a NaN or an infinity has NaN as its scale.
+    """
+    wide, most = x.astype(jnp.float32), MOST[jnp.dtype(dtype).name]
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    is_finite = jnp.all(jnp.isfinite(wide), axis=-1, keepdims=True)  # XLA's maximum on a CPU may ignore NaN
+    scale = jnp.where(is_finite, jnp.maximum(largest / most, _SMALLEST), jnp.nan)
+    units = jnp.where(is_finite, wide / scale, 0.0)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.round(units).astype(dtype), scale
+    return jnp.clip(units, -most, most).astype(dtype), scale

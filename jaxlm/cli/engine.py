@@ -2,17 +2,19 @@
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from jaxlm.cli import trained
 from jaxlm.core.units import parse_memory
+from jaxlm.inference.settings import CacheDtype
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
 
 # The keys of [inference] that an engine reads.
 _READ = tuple(
-    f"inference.{key}" for key in ("sequences", "context", "page", "chunk_tokens", "cache_memory", "speculate")
+    f"inference.{key}"
+    for key in ("sequences", "context", "page", "chunk_tokens", "cache_memory", "cache_dtype", "speculate")
 )
 
 
@@ -51,6 +53,11 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         type=memory,
         metavar="SIZE",
         help="memory for keys and values on each device, such as 2GiB (inference.cache_memory)",
+    )
+    parser.add_argument(
+        "--cache-dtype",
+        choices=get_args(CacheDtype),
+        help="keep keys and values in eight bits, each token's with scales of its own (inference.cache_dtype)",
     )
     parser.add_argument(
         "--chunk-tokens",
@@ -106,6 +113,7 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, tuple[str, int | str]]:
         "sequences": ("--slots", arguments.slots),
         "context": ("--max-context", arguments.max_context),
         "cache_memory": ("--cache-memory", arguments.cache_memory),
+        "cache_dtype": ("--cache-dtype", arguments.cache_dtype),
         "chunk_tokens": ("--chunk-tokens", arguments.chunk_tokens),
         "speculate": ("--speculate", getattr(arguments, "speculate", None)),
     }

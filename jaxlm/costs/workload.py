@@ -17,7 +17,7 @@ from jaxlm.costs.counted import parameters
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.inference.config import InferenceConfig
-from jaxlm.inference.settings import LOOK_UP, EngineSettings, Speculation
+from jaxlm.inference.settings import LOOK_UP, CacheDtype, EngineSettings, Speculation
 from jaxlm.inference.step_shapes import FEWEST, StepShape, StepShapes
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import UnpaddedReads
@@ -69,12 +69,12 @@ class Workload:
         `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of the run, None
         where they follow from text that is not read.
         `dropout`: whether numbers are dropped. `average`: whether an average of the parameters is kept beside them.
-      page, chunk_tokens, engine_steps, is_padded: in inference alone. `page`: tokens of a page. `chunk_tokens`: the
-        most rows of prompts in a step, on each shard. `drafts`, `acceptance`: in decoding, the drafts of next tokens
-        that a step reads for each sequence, and the probability that one is right where those before it are.
-        `engine_steps`: the steps of one shape that this workload is
-        restricted to; None: all steps that its tokens need. `is_padded`: whether padding rows and padding keys of the
-        engine are counted.
+      page, chunk_tokens, cache_dtype, engine_steps, is_padded: in inference alone. `page`: tokens of a page.
+        `chunk_tokens`: the most rows of prompts in a step, on each shard. `cache_dtype`: of pages of eight bits.
+        `engine_steps`: the steps of one shape that this workload is restricted to; None: all steps that its tokens
+        need. `is_padded`: whether padding rows and padding keys of the engine are counted.
+      drafts, acceptance: in decoding, the drafts of next tokens that a step reads for each sequence, and the
+        probability that one is right where those before it are.
     """
 
     kind: Kind
@@ -95,6 +95,7 @@ class Workload:
     average: bool = False
     page: int = EngineSettings.page
     chunk_tokens: int = EngineSettings.chunk_tokens
+    cache_dtype: CacheDtype | None = None
     drafts: int = 0
     acceptance: float = 0.0
     engine_steps: EngineSteps | None = None
@@ -120,7 +121,8 @@ class Workload:
         work = cls(kind, experiment.model, batch, sequence, experiment.execution, layout)
         if kind != "train":
             inference = experiment.inference
-            work = replace(work, page=inference.page, chunk_tokens=inference.chunk_tokens)
+            sizes = {"page": inference.page, "chunk_tokens": inference.chunk_tokens}
+            work = replace(work, **sizes, cache_dtype=inference.cache_dtype)
             return work if kind == "prefill" else work._speculating(inference)
         training = experiment.training
         work = replace(
@@ -313,7 +315,8 @@ class Workload:
 
     @property
     def page_dtype(self) -> str:
-        """The dtype of an engine's pages: float32 on a CPU, which would otherwise widen the pages in each step."""
+        """The dtype of an engine's pages that are not of eight bits: float32 on a CPU, which would otherwise widen the
+        pages in each step."""
         return "float32" if self.platform == "cpu" else self.dtype
 
     @property

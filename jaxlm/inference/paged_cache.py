@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxlm.inference.narrow_pages import narrowed, rounded
+from jaxlm.inference.settings import CacheDtype
 from jaxlm.models.cache import CacheEntry, LayerCache, Slot
 from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray, scan, where_rows
 from jaxlm.models.logical_axes import Axes
@@ -58,8 +60,10 @@ class PageLayout(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, entries: Mapping[str, CacheEntry], size: int) -> "PageLayout":
-        """Return the layout for these entries, of one layer each."""
+    def of(cls, entries: Mapping[str, CacheEntry], size: int, dtype: CacheDtype | None = None) -> "PageLayout":
+        """Return the layout for these entries, of one layer each, with what they keep of tokens in eight bits or as
+        layers compute it."""
+        entries = entries if dtype is None else narrowed(entries, dtype)
         windows: list[int | None] = []
 
         def group(window: int | None) -> int:
@@ -198,7 +202,8 @@ class PagedLayer:
 
     def update(self, rows: RowContext, **new: jax.Array) -> "PagedLayer":
         """Write the rows' entries [R, 1, *shape], each at its position in the pages of its sequence."""
-        written = {name: self._written(name, x[:, 0]) for name, x in new.items()}
+        kept = rounded(self.pages, {name: x[:, 0] for name, x in new.items()})
+        written = {name: self._written(name, x) for name, x in kept.items()}
         return dataclasses.replace(self, pages={**self.pages, **written}, key_range=rows.key_range)
 
     def _written(self, name: str, new: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxlm.inference.paged_cache import Arrays, PageLayout
 from jaxlm.inference.proposal import DraftRows, propose
 from jaxlm.inference.ragged_step import Batch, DrawRows, NextTokens, SlotState, StepResults, draw, ragged_step
 from jaxlm.inference.sampling import RowSampling
-from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.settings import CacheDtype, EngineSettings
 from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import ModelConfig
@@ -73,6 +73,7 @@ class EnginePrograms:
     history: int
     kernels: Kernels
     quantized: Quantization | None = None
+    cache_dtype: CacheDtype | None = None
 
     @classmethod
     def of(
@@ -88,7 +89,7 @@ class EnginePrograms:
         slots = -(-settings.slots // _shards(mesh))
         history = min(model.context_length, settings.context or model.context_length) if settings.looks_up else 0
         sizes = settings.page, slots, settings.chunk_tokens, settings.exact, settings.drafts, history
-        return cls(model, mesh, dtype, *sizes, kernels, quantized)
+        return cls(model, mesh, dtype, *sizes, kernels, quantized, settings.cache_dtype)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
@@ -135,11 +136,12 @@ class EnginePrograms:
     def layout(self) -> PageLayout:
         """The pages of the model's layers."""
         with jax.set_mesh(self.mesh), using_rules(ENGINE):  # shards of query heads say which others are copied
-            return PageLayout.of(nnx.merge(self.weights.graph, self.weights.abstract).slots(), self.page)
+            slots = nnx.merge(self.weights.graph, self.weights.abstract).slots()
+        return PageLayout.of(slots, self.page, self.cache_dtype)
 
     @property
     def page_dtype(self) -> jnp.dtype:
-        """The dtype of the pages: float32 on a CPU, which would widen bfloat16 in each step."""
+        """The dtype of pages that are not of eight bits: float32 on a CPU, which would widen bfloat16 in each step."""
         return jnp.dtype("float32") if self.is_on_cpu else self.dtype
 
     @property

@@ -1,7 +1,9 @@
 """The sizes of an engine. Imports no JAX."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+CacheDtype = Literal["int8", "fp8"]  # of keys and values that are rounded
 
 LOOK_UP = "ngram"  # the source of drafts that is no model
 _DRAFTS, _MOST = 4, 16
@@ -35,6 +37,7 @@ class EngineSettings:
       cache_bytes: the most memory of keys and values on each device, where fewer than all slots could need make some
         wait; None is 1 GiB on a CPU, 80 % of what is free on other devices, and at least what one sequence of `context`
         needs.
+      cache_dtype: of keys and values, where they are rounded to eight bits; None keeps them as they are computed.
       page: tokens of a page, a multiple of `step_shapes.TILE`.
       chunk_tokens: the most rows of prompts in a step on each shard, rounded up to whole tiles.
       max_queued, max_queued_tokens: the most requests that wait, and the most of their tokens.
@@ -46,6 +49,7 @@ class EngineSettings:
     context: int | None = None
     slots: int = 64
     cache_bytes: int | None = None
+    cache_dtype: CacheDtype | None = None
     page: int = 128
     chunk_tokens: int = 512
     max_queued: int = 1 << 20

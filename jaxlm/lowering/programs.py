@@ -42,7 +42,12 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
     work = Workload.of(experiment, Layout(mesh.shape), kind)
     drafts = Speculation(LOOK_UP, work.drafts) if work.drafts else None
     settings = EngineSettings(
-        slots=work.batch, page=work.page, chunk_tokens=work.chunk_tokens, speculation=drafts, context=work.sequence
+        slots=work.batch,
+        cache_dtype=work.cache_dtype,
+        page=work.page,
+        chunk_tokens=work.chunk_tokens,
+        speculation=drafts,
+        context=work.sequence,
     )
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels
     quantized = experiment.execution.quantization

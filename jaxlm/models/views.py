@@ -33,11 +33,17 @@ class PagedSection:
     rows: int
 
 
+def scales_of(slot: str) -> str:
+    """Return the name of the slot with the scales of another slot, whose numbers are of eight bits."""
+    return f"{slot}_scales"
+
+
 class PagedView(NamedTuple):
     """The slots of tokens of a layer's cache in pages, for reading by rows [R, 1] that follow one another in sections.
 
     `pages`: by slot, [P, …, S, H] where an entry is [..., H]: each head's tokens of a page together; [P, …, H, S] of
-    those `tokens_last`. `key_range`: the positions that each row sees in its sequence.
+    those `tokens_last`; scales of numbers of eight bits are [P, …, 1, S] (`scales_of`). `key_range`: the positions that
+    each row sees in its sequence.
     """
 
     pages: dict[str, jax.Array]

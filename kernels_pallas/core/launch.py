@@ -106,6 +106,8 @@ def load(ref: Any, mask: jax.Array | None = None, other: float = 0) -> jax.Array
     """Load from a Triton kernel's reference, `other` where the mask is False: those elements are not read."""
     from jax.experimental.pallas import triton as pltriton
 
+    if ref.dtype == jnp.float8_e4m3fn:
+        other = float(other)  # Triton casts no integer to it
     return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=other)
 
 

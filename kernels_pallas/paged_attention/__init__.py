@@ -9,10 +9,11 @@ import numpy as np
 from kernels_pallas.core import checks
 from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.choice import cannot_lower, choose, fastest
+from kernels_pallas.core.rounding import rounded_rows
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.paged_attention import mosaic_gpu, mosaic_tpu, reference, triton, xla
+from kernels_pallas.paged_attention import mosaic_gpu, mosaic_tpu, reference, scales, triton, xla
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "rounded_rows"]
 
 # In order of preference.
 KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
@@ -29,6 +30,8 @@ def paged_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """softmax(cap · tanh(scale · q·kᵀ / cap)) · v over the keys in range of each sequence, read from pages (vLLM,
@@ -39,7 +42,8 @@ def paged_attention(
 
     Args:
       query: [Q, T, N, H] in float32, bfloat16 or float16: T queries of each of Q sequences.
-      key: [P, K, H, S], pages of S tokens, of any of these dtypes; N a multiple of K, as in `flash_attention`.
+      key: [P, K, H, S], pages of S tokens, of any of these dtypes, or of eight bits with scales; N a multiple of K, as
+        in `flash_attention`.
       value: [P, K, S, V] like key. Products contract H of keys and S of values, and are the faster for finding them
         before the last axis. Or V: a token's value is then the first V channels of its key, and "xla" serves alone.
       table: int32 [Q, M]: the pages of a sequence's tokens, of which the key at position p lies at index p modulo S of
@@ -49,6 +53,9 @@ def paged_attention(
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap.
       sinks: [N], a score in each row's sum that has no value, as in `flash_attention`.
+      key_scales, value_scales: float32 [P, K, 1, S], of keys and values in int8 or float8_e4m3fn (`rounded_rows`).
+        Scores are multiplied by those of keys, and weights by those of values, which are the keys' where values are a
+        part of the keys.
       implementation: "reference", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu" or "xla"; None is "triton" on NVIDIA
         GPUs and "mosaic_tpu" on TPUs where they serve, "mosaic_gpu" where JAX no longer lowers Triton, and otherwise
         "xla", which walks over the pages that a row sees and holds the scores of one page of each sequence; on the GPUs
@@ -60,7 +67,7 @@ def paged_attention(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    _check(query, key, value, table, key_range, sinks)
+    _check(query, key, value, table, key_range, sinks, key_scales, value_scales)
     reasons = {name: lambda _, name=name: _unsupported_reason(name, query, value) for name in KERNELS}
     chosen = choose("paged_attention", implementation, reasons | {"xla": lambda _: None}, by_name=_UNMEASURED)
     width = value if isinstance(value, int) else value.shape[-1]
@@ -70,6 +77,8 @@ def paged_attention(
     soft_cap = None if soft_cap is None else float(soft_cap)
     attend = (KERNELS | {"reference": reference, "xla": xla})[chosen].paged_attention
     options = {"key_range": KeyRange(*key_range), "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    if key_scales is not None:
+        options |= {"key_scales": key_scales, "value_scales": key_scales if isinstance(value, int) else value_scales}
     return attend(query, key, value, table, **options)
 
 
@@ -94,16 +103,25 @@ def _unsupported_reason(name: str, query: Any, value: Any) -> str | None:
     return KERNELS[name].unsupported_reason(query, value)
 
 
-def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any], sinks: Any) -> None:
+def _check(
+    query: Any,
+    key: Any,
+    value: Any,
+    table: Any,
+    key_range: tuple[Any, Any],
+    sinks: Any,
+    key_scales: Any,
+    value_scales: Any,
+) -> None:
     operation = "paged_attention"
     if isinstance(value, int):
         checks.array(operation, key=key)
         if key.ndim == 4 and value > key.shape[2]:
             raise ValueError(f"{operation}: values of {value} channels are no part of keys {list(key.shape)}")
-        shape = (*key.shape[:2], key.shape[3], value) if key.ndim == 4 else key.shape
+        shape, value_scales = ((*key.shape[:2], key.shape[3], value) if key.ndim == 4 else key.shape), key_scales
         value = jax.ShapeDtypeStruct(shape, key.dtype)
     checks.array(operation, query=query, key=key, value=value, table=table)
-    checks.floating(operation, query=query, key=key, value=value, sinks=sinks)
+    checks.floating(operation, query=query, sinks=sinks)
     if not query.ndim == key.ndim == value.ndim == 4 or table.ndim != 2:
         shapes = ", ".join(str(list(x.shape)) for x in (query, key, value, table))
         raise ValueError(f"{operation}: query, key, value and table are {shapes}; they must have 4, 4, 4 and 2 axes")
@@ -113,6 +131,7 @@ def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, A
             f"{operation}: key is {list(key.shape)} {key.dtype} and value {list(value.shape)} {value.dtype} for query "
             f"{list(query.shape)}; they must be [P, K, H, S] and [P, K, S, …] in one dtype, and query [Q, T, N, H]"
         )
+    scales.check(operation, key, value, key_scales, value_scales)
     if not key.shape[1] or query.shape[2] % key.shape[1]:
         raise ValueError(f"{operation}: {query.shape[2]} query heads are no multiple of {key.shape[1]} key/value heads")
     if table.shape[0] != query.shape[0] or not jnp.issubdtype(table.dtype, np.integer):

@@ -1,5 +1,7 @@
 """Test cases of paged attention."""
 
+import dataclasses
+
 import numpy as np
 
 from kernels_pallas.core.attention.key_range import KeyRange
@@ -24,6 +26,7 @@ def _case(
     window: int | None = None,
     empty: bool = False,
     sinks: bool = False,
+    scaled: str | None = None,
     options: dict | None = None,
     **more,
 ) -> KernelCase:
@@ -34,6 +37,7 @@ def _case(
         tokens. pages: of each sequence, drawn among as many.
       window: the most tokens that a query sees. empty: the first sequence sees nothing.
       sinks: each query head has one.
+      scaled: the dtype of keys and values of eight bits, with scales of one size.
     """
     (N, K), (H, V), drawn = heads, width, pages * sequences
     arrays = {
@@ -50,13 +54,23 @@ def _case(
     if empty:
         end[0] = start[0]
     options = {"key_range": KeyRange(start, end)} | (options or {})
+    if scaled:
+        # Such that numbers have about unit scale: their bytes are all equally likely.
+        unit = {"int8": 1 / 74, "float8_e4m3fn": 1 / 130}[scaled]
+        for pages in ("key", "value"):
+            numbers = dataclasses.replace(arrays[pages], dtype=scaled, draw="bytes")
+            scales = CaseArray((drawn, K, 1, page), "float32", scale=0.2 * unit, mean=unit, differentiable=False)
+            arrays |= {pages: numbers, f"{pages}_scales": scales}
     if is_part:
+        arrays.pop("value_scales", None)
         arrays.pop("value")
         options |= {"value": V}
     return KernelCase(name, arrays, options, roundings=_ROUNDINGS, **more)
 
 
 _CHIPS = {"page": 128, "pages": 16, "dtypes": ("bfloat16",), "uses": frozenset({"compile", "bench"})}
+
+_SCALED = {"page": 128, "dtypes": ("float32", "bfloat16")}
 
 CASES = (
     _case("one token", dtypes=("float32", "bfloat16", "float16")),
@@ -129,8 +143,14 @@ CASES = (
         empty=True,
         options={"soft_cap": 2.0},
     ),
+    _case("values in keys, int8", heads=(6, 1), width=(40, 24), is_part=True, scaled="int8"),
+    _case("few tokens, cap, int8", queries=3, empty=True, scaled="int8", options={"soft_cap": 2.0}, **_SCALED),
+    _case("tile of a prompt, window, fp8", queries=20, width=(24, 40), window=50, scaled="float8_e4m3fn", **_SCALED),
+    _case("wide, sinks, fp8", width=(64, 128), sinks=True, scaled="float8_e4m3fn", **_SCALED),
     _case("small", page=32, uses={"bench"}),
     _case("8 × 2048, 32/8 × 128", sequences=8, heads=(32, 8), width=(128, 128), **_CHIPS),
+    _case("8 × 2048, 32/8 × 128, int8", sequences=8, heads=(32, 8), width=(128, 128), scaled="int8", **_CHIPS),
+    _case("8 × 2048, 32/8 × 128, fp8", sequences=8, heads=(32, 8), width=(128, 128), scaled="float8_e4m3fn", **_CHIPS),
     _case("1 × 2048, 32/8 × 128", sequences=1, heads=(32, 8), width=(128, 128), **_CHIPS),
     _case(
         "window 1024, cap, 8 × 2048, 16/8 × 256",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from kernels_pallas.core.launch import KernelCost, KernelCosts
-from kernels_pallas.paged_attention.xla import padded_columns, padded_queries
+from kernels_pallas.paged_attention.xla import multiplied_by_xla, padded_columns, padded_queries
 
 # A GPU's kernel splits the keys of few queries: `SPLIT` tokens go to each of `LANES` programs in turn. The keys of a
 # prompt's tile, of which there are several at once, go to one.
@@ -66,22 +66,29 @@ class PageCost(NamedTuple):
 
 
 def page_cost(
-    query: jax.ShapeDtypeStruct, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct | int, soft_cap: float | None
+    query: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
+    value: jax.ShapeDtypeStruct | int,
+    soft_cap: float | None,
+    platform: str | None,
 ) -> PageCost:
     """Return the cost of one page of each sequence, for operands as `kernels_pallas.paged_attention` takes them: query
-    [Q, T, N, H], key [P, K, H, S] and value [P, K, S, V], or V where values are a part of the keys."""
+    [Q, T, N, H], key [P, K, H, S] and value [P, K, S, V], or V where values are a part of the keys. Pages of eight bits
+    have scales."""
     (Q, T, N, H), (_, K, _, S), V = query.shape, key.shape, _width(value)
     rows = padded_queries(T, N // K, H, V, S) * (N // K)
     columns = padded_columns(V)
     scores, sums = Q * K * rows * S, Q * K * rows * columns
-    pages, itemsize = Q * K * S * (H + V) * key.dtype.itemsize, key.dtype.itemsize
+    itemsize = multiplied_by_xla(query, key, platform).itemsize if key.dtype.itemsize == 1 else key.dtype.itemsize
+    pages, gathered = (Q * K * S * (H + V) * size for size in (key.dtype.itemsize, itemsize))
+    scales = Q * K * S * _scale_bytes(key, value)
     through_memory = scores * (4 + 4 + 2 * itemsize) + 2 * 4 * sums
     return PageCost(
         ((Q * K, rows, H, S), (Q * K, rows, S, columns)),
-        scores * (_SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0)) + _RESCALE_FLOPS * sums,
-        Q * K * S * _stored(H, value) * itemsize,
-        3 * pages + through_memory,
-        pages + scores * (4 + itemsize) + 2 * 4 * sums,
+        scores * _score_flops(key, soft_cap) + _RESCALE_FLOPS * sums,
+        Q * K * S * _token_bytes(H, key, value),
+        pages + 2 * gathered + 3 * scales + through_memory,
+        gathered + scales + scores * (4 + itemsize) + 2 * 4 * sums,
     )
 
 
@@ -90,9 +97,20 @@ def _width(value: Any) -> int:
     return value if isinstance(value, int) else value.shape[3]
 
 
-def _stored(H: int, value: Any) -> int:
-    """Return the numbers of a token in pages, for each key head."""
-    return H if isinstance(value, int) else H + value.shape[3]
+def _token_bytes(H: int, key: Any, value: Any) -> int:
+    """Return the bytes of a token in pages, for each key head, scales included."""
+    numbers = H if isinstance(value, int) else H + value.shape[3]
+    return numbers * key.dtype.itemsize + _scale_bytes(key, value)
+
+
+def _scale_bytes(key: Any, value: Any) -> int:
+    """Return the bytes of a token's scales, for each key head: those of pages of eight bits."""
+    return 0 if key.dtype.itemsize > 1 else 4 if isinstance(value, int) else 8
+
+
+def _score_flops(key: Any, soft_cap: float | None) -> int:
+    """Return the FLOPs for each score between the two products; a score and its weight each have a scale."""
+    return _SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0) + (2 if key.dtype.itemsize == 1 else 0)
 
 
 def kernel_costs(
@@ -143,8 +161,8 @@ def one_kernel_cost(
     `page_cost` takes them: each token is read once, and the result is written."""
     (Q, T, N, H), K, V = query.shape, key.shape[1], _width(value)
     scores, rows = Q * T * N * tokens, Q * T * N
-    flops = scores * (2 * (H + V) + _SCORE_FLOPS + (_CAP_FLOPS if soft_cap else 0))
-    moved = Q * K * tokens * _stored(H, value) * key.dtype.itemsize + rows * (H + V) * query.dtype.itemsize
+    flops = scores * (2 * (H + V) + _score_flops(key, soft_cap))
+    moved = Q * K * tokens * _token_bytes(H, key, value) + rows * (H + V) * query.dtype.itemsize
     return KernelCost(flops, scores, moved)
 
 

@@ -48,7 +48,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """See `kernels_pallas.paged_attention`."""
+    """See `kernels_pallas.paged_attention`. It reads no pages with scales."""
     settings = FlashSettings(scale, soft_cap, 0, None, "mosaic_gpu")
     sums = _sums_of_lanes(settings, query, key, value, table, key_range)
     return by_token(_joined(sums, query, sinks), *query.shape[1:3])

@@ -18,12 +18,14 @@ from kernels_pallas.core.attention.scores import LOG2_E, LOWEST, FlashSettings, 
 from kernels_pallas.core.tiles import LANES
 from kernels_pallas.paged_attention.costs import one_kernel_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head, by_token, sinks_by_row
+from kernels_pallas.paged_attention.scales import multiplied
 
 MOST_WIDTH = 256
 MOST_TOKENS = 1024  # of a page, of which VMEM holds two
 TILE = 16  # rows of a vector of bfloat16: queries are padded to multiples
 AT_ONCE = 128  # rows of heads that are computed together, so that some hide the latency of others
 MOST_ENTRIES = 2**16  # of the table in scalar memory, a quarter of it
+_SCALE_BYTES = 2 * 4 * 8  # of a token in VMEM, where a row has the space of eight
 # The float32 arrays of a block of scores that the compiler keeps.
 _INTERMEDIATES = 4
 
@@ -61,13 +63,24 @@ def paged_attention(
     scale: float,
     soft_cap: float | None,
     sinks: jax.Array | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
     settings = FlashSettings(scale, soft_cap, 0, None, "mosaic_tpu")
     at_once = max(1, MOST_ENTRIES // table.shape[1])
     parts = [slice(first, first + at_once) for first in range(0, len(query), at_once)]
     attended = [
-        _attended(settings, query[part], key, value, table[part], KeyRange(*(x[part] for x in key_range)), sinks)
+        _attended(
+            settings,
+            query[part],
+            key,
+            value,
+            table[part],
+            KeyRange(*(x[part] for x in key_range)),
+            sinks,
+            [each for each in (key_scales, value_scales) if each is not None],
+        )
         for part in parts
     ]
     return attended[0] if len(attended) == 1 else jnp.concatenate(attended)
@@ -94,7 +107,8 @@ def _layout(R: int, K: int, S: int, H: int, V: int, wide: Any, pages: Any) -> _L
     rows = min(pl.cdiv(R, TILE), max(1, sizes.rows // TILE)) * TILE
     in_block = max(1, sizes.keys // S)
     H, V = (pl.cdiv(width, LANES) * LANES for width in (H, V))
-    of_head = 2 * in_block * S * (H + V) * pages.itemsize + rows * (2 * (H + V) * wide.itemsize + 4 * V + 2 * 4 * LANES)
+    of_token = (H + V) * pages.itemsize + _SCALE_BYTES * (pages.itemsize == 1)
+    of_head = 2 * in_block * S * of_token + rows * (2 * (H + V) * wide.itemsize + 4 * V + 2 * 4 * LANES)
     together = max(1, AT_ONCE // rows)
     beside = 4 * rows * (4 * LANES + _INTERMEDIATES * together * in_block * S)
     most = max(1, min((launch.TPU_VMEM - beside) // of_head, pl.cdiv(K, target.current().cores)))
@@ -110,11 +124,12 @@ def _attended(
     table: jax.Array,
     key_range: KeyRange,
     sinks: jax.Array | None,
+    of_scales: list[jax.Array],
 ) -> jax.Array:
     """Return the attended values [Q, T, N, V] of sequences whose table fits scalar memory."""
     (Q, T, N, H), (_, K, S, V), M = query.shape, value.shape, table.shape[1]
     G, R = N // K, T * N // K
-    wide = jnp.promote_types(query.dtype, key.dtype)
+    wide = multiplied(query, key)
     rows, heads, together, in_block, vmem = _layout(R, K, S, H, V, wide, key.dtype)
     cost = one_kernel_cost(query, key, value, M * S, settings.soft_cap)
     tokens, blocks = in_block * S, pl.cdiv(R, rows)
@@ -134,8 +149,11 @@ def _attended(
     before_Q = jnp.cumsum(blocks_Q) - blocks_Q
     scalars = [x.astype(jnp.int32) for x in (table.reshape(-1), first_Q, last_Q, blocks_Q, before_Q)]
 
+    inputs = len(of_scales) + len(sinks_KR1)
+
     def kernel(table, first, last, count, before, query, start, end, key, value, *refs) -> None:
-        *sink, out, keys, values, arrived, top, total, acc = refs
+        given, (out, keys, values, arrived, top, total, acc, *scale_buffers) = refs[:inputs], refs[inputs:]
+        in_pages, sink = given[: len(of_scales)], given[len(of_scales) :]
         own_heads, q = pl.ds(pl.program_id(0) * heads, heads), pl.program_id(2)
 
         def each_copy(q: jax.Array, block: jax.Array, buffer: jax.Array, do: Callable[[Any], None]) -> None:
@@ -150,6 +168,9 @@ def _attended(
                     of_values = values.at[buffer, :, :, part] if tokens_last else values.at[buffer, :, part]
                     do(launch.copy(key.at[index, own_heads], of_keys, arrived.at[buffer, 0]))
                     do(launch.copy(value.at[index, own_heads], of_values, arrived.at[buffer, 1]))
+                    for i, (scale, kept) in enumerate(zip(in_pages, scale_buffers, strict=True)):
+                        of_tokens = kept.at[buffer, :, :, part]
+                        do(launch.copy(scale.at[index, own_heads], of_tokens, arrived.at[buffer, 2 + i]))
 
         @pl.when((count[q] > 0) & ((q == 0) | (count[jnp.maximum(q - 1, 0)] == 0)))
         def _() -> None:
@@ -184,19 +205,28 @@ def _attended(
                 position = block * tokens + jax.lax.broadcasted_iota(jnp.int32, values.shape[2:], int(tokens_last))
                 is_own = (first[q] <= position) & (position < last[q])
                 for k in range(heads):
-                    values[buffer, k] = jnp.where(is_own, values[buffer, k], 0)
+                    values[buffer, k] = jnp.where(is_own, values[buffer, k], jnp.zeros((), values.dtype))
+                for kept in scale_buffers[1:]:
+                    position = block * tokens + jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1)
+                    is_own = (first[q] <= position) & (position < last[q])
+                    for k in range(heads):
+                        kept[buffer, k] = jnp.where(is_own, kept[buffer, k], 0.0)
 
             for at in range(0, heads, together):
                 some = range(at, min(at + together, heads))
                 group = slice(some.start, some.stop)
-                products = [dot(query[k], keys[buffer, k].astype(wide), (1, 0)) for k in some]
-                scores, factor, _ = settings.factored(jnp.stack(products))
+                scores = jnp.stack([dot(query[k], widened(keys[buffer, k]), (1, 0)) for k in some])
+                if of_scales:
+                    scores = scores * scale_buffers[0][buffer, group]
+                scores, factor, _ = settings.factored(scores)
                 scores = jnp.where(is_seen, scores, -jnp.inf)
                 highest = top[group]
                 higher = jnp.maximum(highest, jnp.max(scores, axis=2, keepdims=True) * factor)
                 kept, weights = jnp.exp2(highest - higher), jnp.exp2(scores * factor - higher)
-                narrow = weights.astype(value.dtype)
-                attended = [dot(narrow[k - at], values[buffer, k], (1, int(tokens_last))) for k in some]
+                scaled = weights * scale_buffers[1][buffer, group] if of_scales else weights
+                narrow = scaled.astype(wide if of_scales else value.dtype)
+                numbers = [widened(values[buffer, k]) if of_scales else values[buffer, k] for k in some]
+                attended = [dot(narrow[k - at], numbers[k - at], (1, int(tokens_last))) for k in some]
                 total[group] = total[group] * kept + jnp.sum(weights, axis=2, keepdims=True)
                 acc[group] = acc[group] * kept + jnp.stack(attended)
                 top[group] = higher
@@ -205,6 +235,10 @@ def _attended(
         sums = total[...]
         out[...] = (acc[...] / jnp.where(sums == 0.0, 1.0, sums)).astype(out.dtype)
 
+    def widened(numbers: jax.Array) -> jax.Array:
+        """Return numbers in the dtype `wide`: those of eight bits by way of float32, as TPUs convert them."""
+        return (numbers.astype(jnp.float32) if of_scales else numbers).astype(wide)
+
     def of_rows(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, heads, rows, width), lambda k, b, q, *_: (q, k, b, 0))
 
@@ -212,17 +246,18 @@ def _attended(
     of_sinks = pl.BlockSpec((heads, rows, 1), lambda k, b, q, *_: (k, b, 0))
     (out_QKRV,) = launch.call(
         kernel,
-        [*scalars, query_QKRH, *bounds_QR1, key, value, *sinks_KR1],
+        [*scalars, query_QKRH, *bounds_QR1, key, value, *of_scales, *sinks_KR1],
         [jax.ShapeDtypeStruct((Q, K, blocks * rows, V), query.dtype)],
         params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary"), vmem),
         grid=(K // heads, blocks, Q),
-        in_specs=[of_rows(H), bound, bound, *[launch.hbm()] * 2, *[of_sinks] * len(sinks_KR1)],
+        in_specs=[of_rows(H), bound, bound, *[launch.hbm()] * (2 + len(of_scales)), *[of_sinks] * len(sinks_KR1)],
         out_specs=[of_rows(V)],
         scratch=[
             launch.vmem((2, heads, H, tokens), key.dtype),
             launch.vmem((2, heads, *((V, tokens) if tokens_last else (tokens, V))), value.dtype),
-            launch.copy_semaphores((2, 2)),
+            launch.copy_semaphores((2, 2 + len(of_scales))),
             *[launch.vmem((heads, rows, width), jnp.float32) for width in (1, 1, V)],
+            *[launch.vmem((2, heads, 1, tokens), jnp.float32) for _ in of_scales],
         ],
         prefetched=len(scalars),
         cost=cost,

@@ -17,8 +17,14 @@ def paged_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
+    if key_scales is not None:
+        key = key.astype(jnp.float32) * key_scales
+    if value_scales is not None and not isinstance(value, int):
+        value = value.astype(jnp.float32) * jnp.swapaxes(value_scales, 2, 3)
 
     def gathered(pages: jax.Array) -> jax.Array:
         (Q, M), (_, K, S, H) = table.shape, pages.shape

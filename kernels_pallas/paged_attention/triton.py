@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import interpretation, launch, tuning
+from kernels_pallas.core import interpretation, launch, target, tuning
 from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.attention.scores import LOG2_E, LOWEST, FlashSettings, dot, tanh_by_exp2
+from kernels_pallas.core.fp8 import from_bytes, is_converted
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head
+from kernels_pallas.paged_attention.scales import multiplied
 
 MOST_WIDTH = 256
 TILE = 16  # of a matrix unit: pages are multiples
@@ -64,10 +66,14 @@ def paged_attention(
     scale: float,
     soft_cap: float | None,
     sinks: jax.Array | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`."""
     settings = FlashSettings(scale, soft_cap, 0, None, "triton")
-    return _joined(_sums_of_lanes(settings, query, key, value, table, key_range), query, sinks)
+    return _joined(
+        _sums_of_lanes(settings, query, key, value, table, key_range, key_scales, value_scales), query, sinks
+    )
 
 
 def _sums_of_lanes(
@@ -77,6 +83,8 @@ def _sums_of_lanes(
     value: jax.Array,
     table: jax.Array,
     key_range: KeyRange,
+    key_scales: jax.Array | None,
+    value_scales: jax.Array | None,
 ) -> list[jax.Array]:
     """Return, of the keys of each lane, the largest score and the sum of weights, [Q, K, L, R], and the weighted sum of
     values [Q, K, L, R, V], in float32."""
@@ -84,17 +92,28 @@ def _sums_of_lanes(
     G, R = N // K, T * N // K
     query_QKRH = by_key_head(query, K)
     ranges_QR = [jnp.repeat(x, G, axis=1) for x in key_range]
-    wide = jnp.promote_types(query.dtype, key.dtype)
+    wide = multiplied(query, key)
     default = _INTERPRETED if interpretation.current() else _FLOAT32 if wide.itemsize == 4 else _NARROW
     sizes = tuning.blocks("paged_attention", "triton", (R, H, V), wide, default)
     rows = min(max(TILE, pl.next_power_of_2(R)), sizes.rows)
     keys = min(S & -S, sizes.keys, SPLIT)
     blocks, L = pl.cdiv(R, rows), lanes(T, M * S)
+    scales_PKS = [each[:, :, 0] for each in (key_scales, value_scales) if each is not None]
     in_split = (SPLIT if T <= FEW_QUERIES else M * S) // keys
     round_trip = in_split * LANES
     widths = {"H": pl.next_power_of_2(max(H, TILE)), "V": pl.next_power_of_2(max(V, TILE))}
 
-    def kernel(query, key, value, table, start, end, largest, total, attended) -> None:
+    chip = target.current()
+    by_bytes = key.dtype == jnp.float8_e4m3fn and chip.platform == "gpu" and not is_converted(chip.compute_capability)
+    if by_bytes:
+        key, value = (jax.lax.bitcast_convert_type(x, jnp.int8) for x in (key, value))
+
+    def widened(numbers: jax.Array) -> jax.Array:
+        """Return numbers of pages in the dtype `wide`."""
+        return (from_bytes(numbers) if by_bytes else numbers).astype(wide)
+
+    def kernel(query, key, value, table, start, end, *refs) -> None:
+        *of_scales, largest, total, attended = refs
         lane, row = pl.program_id(0), pl.program_id(1) % blocks * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
         is_row = row < R
         start, end = launch.load(start.at[:], is_row), launch.load(end.at[:], is_row)
@@ -115,15 +134,23 @@ def _sums_of_lanes(
             index = tile * keys + jax.lax.broadcasted_iota(jnp.int32, (keys,), 0)
             channel = jax.lax.broadcasted_iota(jnp.int32, (widths["H"], keys), 0)
             key_HS = launch.load(key.at[page, pl.ds(0, widths["H"]), at], channel < H if H < widths["H"] else None)
-            values, factor, _ = settings.factored(dot(query, key_HS.astype(wide), (1, 0)), None, tanh_by_exp2)
+            scores = dot(query, widened(key_HS), (1, 0))
+            if of_scales:
+                key_scale, value_scale = (ref.at[page, at] for ref in of_scales)
+                scores = scores * launch.load(key_scale)[None]
+            values, factor, _ = settings.factored(scores, None, tanh_by_exp2)
             seen = is_seeing[:, None] & (start[:, None] <= index[None]) & (index[None] < end[:, None])
             values = jnp.where(seen, values, -jnp.inf)
             higher = jnp.maximum(highest, jnp.max(values, axis=1) * factor)
             kept, weights = jnp.exp2(highest - higher), jnp.exp2(values * factor - higher[:, None])
             # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
-            value_SV = _columns(value, (first <= index) & (index < last), V, widths["V"], page, at)
+            is_own = (first <= index) & (index < last)
+            value_SV, weight_sum = _columns(value, is_own, V, widths["V"], page, at), weight_sum * kept
+            weight_sum += jnp.sum(weights, axis=1)
+            if of_scales:
+                weights, value_SV = weights * launch.load(value_scale, is_own)[None], widened(value_SV)
             product = dot(weights.astype(value_SV.dtype), value_SV, (1, 0))
-            return higher, weight_sum * kept + jnp.sum(weights, axis=1), value_sum * kept[:, None] + product
+            return higher, weight_sum, value_sum * kept[:, None] + product
 
         begins = jnp.full((rows,), LOWEST), jnp.zeros((rows,)), jnp.zeros((rows, widths["V"]))
         bounds = tiles_before(first // keys), tiles_before(pl.cdiv(last, keys))
@@ -140,7 +167,7 @@ def _sums_of_lanes(
     sum_spec = spec((None, None, None, rows), lambda lane, k, b, q: (q, k, lane, b))
     return launch.call(
         kernel,
-        [query_QKRH, key, value, table, *ranges_QR],
+        [query_QKRH, key, value, table, *ranges_QR, *scales_PKS],
         [jax.ShapeDtypeStruct((Q, K, L, R, *more), jnp.float32) for more in ((), (), (V,))],
         params=launch.triton(sizes.warps, sizes.stages),
         grid=(L, K * blocks, Q),
@@ -151,6 +178,7 @@ def _sums_of_lanes(
             spec((None, M), lambda lane, k, b, q: (q, 0)),
             range_spec,
             range_spec,
+            *[spec((P, None, S), lambda lane, k, b, q: (0, k, 0)) for _ in scales_PKS],
         ],
         out_specs=[
             sum_spec,

@@ -2,7 +2,7 @@
 where each trip of a loop is several launches, all pages at once."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from kernels_pallas.core import target
 from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.products import einsum_in_float32
 from kernels_pallas.core.slopes import soft_capped
+from kernels_pallas.paged_attention.scales import multiplied
 
 # XLA computes products of fewer rows, or smaller ones, on a CPU by other kernels, which add up in another order; and
 # where columns do not fill two vectors of AVX2, by kernels that change with the number of rows.
@@ -31,6 +32,8 @@ def paged_attention(
     scale: float,
     soft_cap: float | None,
     sinks: jax.Array | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention`.
 
@@ -44,20 +47,22 @@ def paged_attention(
         query = jnp.pad(query, [(0, 0), (0, more), (0, 0), (0, 0)])
         key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
         options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+        options |= {"key_scales": key_scales, "value_scales": value_scales}
         return paged_attention(query, key, value, table, **options)[:, :T]
     key_range = KeyRange(jnp.maximum(key_range.start, 0), jnp.minimum(key_range.end, M * S))
-    wide = jnp.promote_types(query.dtype, key.dtype)
+    pages = _Pages(key, value, key_scales, value_scales, multiplied_by_xla(query, key, target.platform()))
     # Heads first, so that devices with heads of their own, which share a key head, have rows that follow one another.
-    query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(Q, K, G * T, H)
+    query_QKRH = query.astype(pages.dtype).reshape(Q, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(Q, K, G * T, H)
 
-    def scored(query_QKRH: jax.Array, key_QKHS: jax.Array) -> jax.Array:
+    def scored(query_QKRH: jax.Array, page: _PageOfEach) -> jax.Array:
         """Return the scores [Q, K, R, S] of a page of each sequence."""
-        scores = _product(query_QKRH, key_QKHS) * scale
+        scores = _product(query_QKRH, page.key_QKHS) * scale
+        scores = scores if page.key_scale_QK1S is None else scores * page.key_scale_QK1S
         return scores if soft_cap is None else soft_capped(scores, soft_cap)
 
     sums = _of_all_pages if target.platform() == "gpu" else _page_after_page
     sinks_1KG1 = None if sinks is None else sinks.astype(jnp.float32).reshape(1, K, G, 1)
-    total, attended = sums(query_QKRH, key, value, table, _SeenKeys.of(*key_range), scored, sinks_1KG1)
+    total, attended = sums(query_QKRH, pages, table, _SeenKeys.of(*key_range), scored, sinks_1KG1)
     attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
     return attended.transpose(0, 3, 1, 2, 4).reshape(Q, T, N, V).astype(query.dtype)
 
@@ -82,40 +87,79 @@ class _SeenKeys(NamedTuple):
         seen_QTS = (self.start_QT[..., None] <= index_QS[:, None]) & (index_QS[:, None] < self.end_QT[..., None])
         return jnp.where(seen_QTS[:, None, None], scores_QKRS.reshape(Q, K, -1, T, S), _LOWEST)
 
-    def values(self, value_QKSV: jax.Array, index_QS: jax.Array) -> jax.Array:
-        """Return the values at these positions with zeros where nobody sees them, and in columns beyond V."""
+    def values(self, page: "_PageOfEach", weights_QKRS: jax.Array, index_QS: jax.Array) -> jax.Array:
+        """Return the sum of the values at these positions with these weights, with zeros in columns beyond V."""
         # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
         mine = (self.first_Q[:, None] <= index_QS) & (index_QS < self.last_Q[:, None])
-        value_QKSV, V = jnp.where(mine[:, None, :, None], value_QKSV, 0), value_QKSV.shape[-1]
-        return jnp.pad(value_QKSV, [*[(0, 0)] * 3, (0, padded_columns(V) - V)])
+        value_QKSV, V = jnp.where(mine[:, None, :, None], page.value_QKSV, 0), page.value_QKSV.shape[-1]
+        value_QKSV = jnp.pad(value_QKSV, [*[(0, 0)] * 3, (0, padded_columns(V) - V)])
+        if page.value_scale_QK1S is not None:
+            weights_QKRS = weights_QKRS * jnp.where(mine[:, None, None], page.value_scale_QK1S, 0.0)
+        return _product(weights_QKRS.astype(value_QKSV.dtype), value_QKSV)
+
+
+class _PageOfEach(NamedTuple):
+    """A page of each sequence, and the scales of its numbers, if they have scales."""
+
+    key_QKHS: jax.Array
+    value_QKSV: jax.Array
+    key_scale_QK1S: jax.Array | None
+    value_scale_QK1S: jax.Array | None
+
+
+class _Pages(NamedTuple):
+    """All pages, as `paged_attention` takes them, and the dtype in which they are multiplied."""
+
+    key: jax.Array
+    value: jax.Array | int
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None
+    dtype: jnp.dtype
+
+    @property
+    def columns(self) -> int:
+        """The columns of the product with values that are computed."""
+        return padded_columns(self.value if isinstance(self.value, int) else self.value.shape[3])
+
+    def of_each(self, take: Callable[[jax.Array], jax.Array]) -> _PageOfEach:
+        """Return the page of each sequence that `take` takes of an array of pages."""
+        key = take(self.key)
+        value = _part(key, self.value) if isinstance(self.value, int) else take(self.value)
+        if self.key_scales is None or self.value_scales is None:
+            return _PageOfEach(key, value, None, None)
+        scales = take(self.key_scales), take(self.value_scales)
+        return _PageOfEach(key.astype(self.dtype), value.astype(self.dtype), *scales)
+
+
+def multiplied_by_xla(query: Any, key: Any, platform: str | None) -> jnp.dtype:
+    """Return the dtype in which queries are multiplied with keys: of pages of eight bits on a CPU float32."""
+    return jnp.dtype("float32") if key.dtype.itemsize == 1 and platform == "cpu" else multiplied(query, key)
 
 
 def _page_after_page(
     query_QKRH: jax.Array,
-    key: jax.Array,
-    value: jax.Array | int,
+    pages: _Pages,
     table: jax.Array,
     seen: _SeenKeys,
     scored: Callable,
     sinks_1KG1: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of weights [Q, K, G, T], and of weighted values, of which the columns from V on are zeros."""
-    (Q, K, R, _), S, T = query_QKRH.shape, key.shape[3], seen.start_QT.shape[1]
-    page_Q, columns = seen.first_Q // S, padded_columns(value if isinstance(value, int) else value.shape[3])
-    pages = jnp.max((seen.last_Q + S - 1) // S - page_Q)
+    (Q, K, R, _), S, T = query_QKRH.shape, pages.key.shape[3], seen.start_QT.shape[1]
+    page_Q = seen.first_Q // S
+    trips = jnp.max((seen.last_Q + S - 1) // S - page_Q)
 
     def read(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         largest, total, attended = carry
         at_Q = page_Q + i
         there_Q = jnp.take_along_axis(table, jnp.minimum(at_Q, table.shape[1] - 1)[:, None], axis=1)[:, 0]
         index_QS = at_Q[:, None] * S + jnp.arange(S)[None]
-        key_QKHS = key[there_Q]
-        value_QKSV = _part(key_QKHS, value) if isinstance(value, int) else value[there_Q]
-        scores = seen.masked(scored(query_QKRH, key_QKHS), index_QS)
+        page = pages.of_each(lambda x: x[there_Q])
+        scores = seen.masked(scored(query_QKRH, page), index_QS)
         larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
         weights = _weights(scores, larger)
         kept = jnp.exp(largest - larger)
-        product = _product(weights.reshape(Q, K, R, S).astype(key.dtype), seen.values(value_QKSV, index_QS))
+        product = seen.values(page, weights.reshape(Q, K, R, S), index_QS)
         attended = attended * kept[..., None] + product.reshape(*attended.shape)
         return larger, total * kept + jnp.sum(weights, axis=-1), attended
 
@@ -124,14 +168,13 @@ def _page_after_page(
         begins = jnp.full(sizes, _LOWEST), jnp.zeros(sizes)
     else:  # as after one key with this score and no value
         begins = jnp.broadcast_to(sinks_1KG1, sizes), jnp.ones(sizes)
-    _, total, attended = jax.lax.fori_loop(0, pages, read, (*begins, jnp.zeros((*sizes, columns))))
+    _, total, attended = jax.lax.fori_loop(0, trips, read, (*begins, jnp.zeros((*sizes, pages.columns))))
     return total, attended
 
 
 def _of_all_pages(
     query_QKRH: jax.Array,
-    key: jax.Array,
-    value: jax.Array | int,
+    pages: _Pages,
     table: jax.Array,
     seen: _SeenKeys,
     scored: Callable,
@@ -142,19 +185,18 @@ def _of_all_pages(
     Products are of one page each. The sums of pages are added in pairs, so that pages beyond those that a row sees,
     which are zeros, change none of its bits.
     """
-    (Q, M), (_, K, _, S), (_, _, R, H) = table.shape, key.shape, query_QKRH.shape
+    (Q, M), (_, K, _, S), (_, _, R, H) = table.shape, pages.key.shape, query_QKRH.shape
     every = _SeenKeys(*(jnp.repeat(x, M, axis=0) for x in seen))
     page_P, index_PS = table.reshape(Q * M), jnp.tile(jnp.arange(M * S).reshape(M, S), (Q, 1))
     query_PKRH = jnp.broadcast_to(query_QKRH[:, None], (Q, M, K, R, H)).reshape(Q * M, K, R, H)
-    key_PKHS = key.at[page_P].get(mode="clip")
-    value_PKSV = _part(key_PKHS, value) if isinstance(value, int) else value.at[page_P].get(mode="clip")
-    scores = every.masked(scored(query_PKRH, key_PKHS), index_PS)
+    page = pages.of_each(lambda x: x.at[page_P].get(mode="clip"))
+    scores = every.masked(scored(query_PKRH, page), index_PS)
     scores = scores.reshape(Q, M, *scores.shape[1:])
     largest = jnp.max(scores, axis=(1, -1), keepdims=True)[..., 0]
     if sinks_1KG1 is not None:
         largest = jnp.maximum(largest, sinks_1KG1[None])
     weights = _weights(scores, largest)
-    attended = _product(weights.reshape(Q * M, K, R, S).astype(key.dtype), every.values(value_PKSV, index_PS))
+    attended = every.values(page, weights.reshape(Q * M, K, R, S), index_PS)
     of_pages = _in_pairs(jnp.moveaxis(weights, -1, 1))  # XLA's sum depends on the number of rows
     total = _in_pairs(of_pages)
     if sinks_1KG1 is not None:

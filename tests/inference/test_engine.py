@@ -46,6 +46,7 @@ SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
 KEPT = ["('mixed', 'float32')", "('mixture', 'float32')", "('latent', 'float32')", "('llama', 'float32', (2,))"]
 KEPT += ["('llama', 'float32', (), 'int8')"]
+KEPT_NARROW = ["('llama', 'float32', (), None, 'int8')"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 CASES += [
     ("llama", "float32", (2,)),
@@ -62,6 +63,13 @@ CASES += [
     ("latent", "float32", (), "int8"),
     ("mixed", "float32", (2, 1, 2), "fp8"),
 ]  # quantised
+NARROW = [
+    ("llama", "float32", (), None, "int8"),
+    ("mixed", "float32", (), None, "fp8"),
+    ("latent", "bfloat16", (), None, "int8"),
+    ("mixture", "float32", (2, 1, 2), None, "int8"),
+    ("llama", "bfloat16", (), "int4", "fp8"),
+]  # with pages of eight bits
 
 
 # Compared with a full pass in that dtype.
@@ -77,22 +85,22 @@ def initial(model, mesh, quantized, dtype="float32"):
     return jax.tree.map(lambda x: x.astype(dtype), parameters)
 
 
-def make(family="llama", dtype="float32", sizes=(), quantize=None, valid_token_mask=None, **settings):
+def make(family="llama", dtype="float32", sizes=(), quantize=None, cache_dtype=None, valid_token_mask=None, **settings):
     """Return an engine on a mesh of these sizes; an id that is not known has an embedding of NaN."""
     mesh = meshes.make(*sizes)
     model = model_fixtures.model(FAMILIES[family], context_length=160)
     quantized = quantize and Quantization(quantize, 32 * (quantize == "int4"))
     parameters = initial(model, mesh, quantized, dtype)
-    layout = PageLayout.of(nnx.merge(*tree.abstract(model, unrolled=True)).slots(), SETTINGS.page)
+    layout = PageLayout.of(nnx.merge(*tree.abstract(model, unrolled=True)).slots(), SETTINGS.page, cache_dtype)
     each = sum(layout.page_bytes(group, jnp.dtype("float32"), mesh, ENGINE) for group in range(len(layout.groups)))
-    settings = {"cache_bytes": PAGES * each, **settings}
+    settings = {"cache_bytes": PAGES * each, "cache_dtype": cache_dtype, **settings}
     if valid_token_mask is not None:
         parameters["embedding"] = jnp.where(valid_token_mask[:, None], parameters["embedding"], jnp.nan)
     options = {"valid_token_mask": valid_token_mask, "quantized": quantized}
     return Engine(model, parameters, mesh, replace(SETTINGS, **settings), **options)
 
 
-@pytest.fixture(scope="module", params=sampled(CASES, KEPT), ids=str)
+@pytest.fixture(scope="module", params=sampled([*CASES, *NARROW], [*KEPT, *KEPT_NARROW]), ids=str)
 def engine(request):
     return make(*request.param)
 
@@ -132,7 +140,10 @@ def served(engine, asked, **options):
     return [found[id] for id in ids]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, [*KEPT, "('gpt2', 'float32', (), 'w8a8')"]), ids=str)
+KEPT_CHECKED = [*KEPT, *KEPT_NARROW, "('gpt2', 'float32', (), 'w8a8')"]
+
+
+@pytest.mark.parametrize("case", sampled([*CASES, *NARROW], KEPT_CHECKED), ids=str)
 def test_it_checks_itself(case):
     """An engine of its own: the check overwrites pages that others would find."""
     assert make(*case).check()

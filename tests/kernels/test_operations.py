@@ -77,6 +77,8 @@ SAMPLE = {
         "few tokens, cap, no keys-float32": "triton",
         "tile of a prompt, window-bfloat16": "triton",
         "tile of a prompt, window, cap, pages of 128-float32": "mosaic_tpu",
+        "few tokens, cap, int8-float32": "triton",
+        "tile of a prompt, window, fp8-bfloat16": "mosaic_tpu",
     },
 }
 

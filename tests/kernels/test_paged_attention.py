@@ -11,6 +11,8 @@ from matrices import sampled
 
 from kernels_pallas import paged_attention
 from kernels_pallas.core import interpreted, target
+from kernels_pallas.core.fp8 import from_bytes
+from kernels_pallas.core.rounding import rounded_rows
 from kernels_pallas.paged_attention.costs import LANES, SPLIT
 
 PAGES, K, S, H, M = 23, 2, 16, 8, 5
@@ -129,6 +131,73 @@ def test_values_that_are_a_part_of_the_keys_are_those_values_to_the_bit(dtype):
     unseen = set(range(PAGES)) - set(np.asarray(TABLE).ravel().tolist())
     spoiled = key.at[jnp.asarray(sorted(unseen))].set(jnp.nan).at[4, ..., 8:].set(jnp.nan)
     np.testing.assert_array_equal(np.float32(in_keys(spoiled)), np.float32(expected))
+
+
+def of_eight_bits(pages, dtype, *, tokens_last):
+    """Return pages with the numbers of each token rounded, and their scales [P, K, 1, S]."""
+    numbers, scales = rounded_rows(jnp.swapaxes(pages, 2, 3) if tokens_last else pages, dtype)
+    return jnp.swapaxes(numbers, 2, 3) if tokens_last else numbers, jnp.swapaxes(scales, 2, 3)
+
+
+@pytest.mark.parametrize(("dtype", "step"), [("int8", 1 / 254), ("float8_e4m3fn", 1 / 16)])
+def test_pages_of_eight_bits_differ_by_the_rounding_of_their_numbers(dtype, step):
+    """The bound: a number is off by half a step of int8, 1/254 of the largest of its token, or by 1/16 of itself. So
+    are scores by so much of |q|·|k|, weights by the exponential of twice that, and results by both."""
+    (key, value, query), seen = drawn(3), ranges(*SEEN)
+    q = query(3, 2)
+    (keys, of_keys), (values, of_values) = (
+        of_eight_bits(pages, dtype, tokens_last=last) for pages, last in ((key, True), (value, False))
+    )
+    largest_key, largest = (jnp.max(jnp.abs(x)) for x in (key, value))
+    near = (1 + 1e-5) * step  # of float32
+    assert jnp.max(jnp.abs(keys.astype(jnp.float32) * of_keys - key)) <= near * largest_key
+    assert jnp.max(jnp.abs(values.astype(jnp.float32) * jnp.swapaxes(of_values, 2, 3) - value)) <= near * largest
+    call = functools.partial(paged_attention, key_range=seen, implementation="reference")
+    got = call(q, keys, values, TABLE, key_scales=of_keys, value_scales=of_values)
+    off = H**-0.5 * jnp.max(jnp.sum(jnp.abs(q), axis=-1)) * near * largest_key
+    bound = largest * (near + jnp.expm1(2 * off))
+    error = jnp.max(jnp.abs(got - call(q, key, value, TABLE)))
+    assert 1e-4 < error <= bound
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_of_tokens_that_nobody_sees_change_nothing(name):
+    size = SIZES[name]
+    (key, value, query), seen = drawn(3, size=size), ranges(*SEEN, size=size)
+    (keys, of_keys), (values, of_values) = (
+        of_eight_bits(pages, "float8_e4m3fn", tokens_last=last) for pages, last in ((key, True), (value, False))
+    )
+    q, attend = query(3, 2), program(name)
+    expected = attend(q, keys, values, TABLE, key_range=seen, key_scales=of_keys, value_scales=of_values)
+    unseen = np.ones((PAGES, 1, 1, size), bool)
+    for row, start, end in zip(np.asarray(TABLE), *(np.asarray(x) for x in seen), strict=True):
+        for position in range(start.min(), end.max()):
+            unseen[row[position // size], ..., position % size] = False
+    spoiled = {"key_scales": jnp.where(unseen, jnp.nan, of_keys), "value_scales": jnp.where(unseen, jnp.nan, of_values)}
+    values = jnp.where(jnp.swapaxes(unseen, 2, 3), jnp.nan, values).astype(values.dtype)
+    np.testing.assert_array_equal(attend(q, keys, values, TABLE, key_range=seen, **spoiled), expected)
+
+
+def test_scales_that_do_not_fit_are_refused():
+    (key, value, query), seen = drawn(1), ranges(*SEEN)
+    keys, of_keys = of_eight_bits(key, "int8", tokens_last=True)
+    values, of_values = of_eight_bits(value, "int8", tokens_last=False)
+    call = functools.partial(paged_attention, query(3, 2), table=TABLE, key_range=seen)
+    for operands, message in [
+        ({"key": keys, "value": values}, "key is int8; it must be of floating point"),
+        ({"key": keys, "value": values, "key_scales": of_keys}, "value_scales is None"),
+        ({"key": key, "value": value, "key_scales": of_keys, "value_scales": of_values}, "float32 with scales"),
+        ({"key": keys, "value": values, "key_scales": of_keys[:, :, 0], "value_scales": of_values}, "key_scales is"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(**operands)
+
+
+def test_bytes_are_the_numbers_of_float8_e4m3fn():
+    """Of which GPUs before compute capability 8.9 have no instruction."""
+    every = np.arange(256, dtype=np.uint8)
+    expected = jax.lax.bitcast_convert_type(jnp.asarray(every), jnp.float8_e4m3fn).astype(jnp.float32)
+    np.testing.assert_array_equal(from_bytes(jnp.asarray(every.view(np.int8))), expected)
 
 
 @pytest.mark.parametrize(

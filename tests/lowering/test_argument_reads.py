@@ -225,6 +225,36 @@ def test_a_step_reads_quantised_weights_once_as_they_are_kept(chips, kind):
         assert each.read == each.bytes and each.copied == 0, each
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+@pytest.mark.parametrize(
+    ("chips", "dtype"),
+    sampled(
+        itertools.starmap(pytest.param, itertools.product(["h200-sxm:1", "tpu-v6e:1x1"], ["int8", "fp8"])),
+        ["h200-sxm:1-int8", "tpu-v6e:1x1-fp8"],
+    ),
+)
+def test_a_step_reads_pages_of_eight_bits_once_as_they_are_kept(chips, dtype):
+    """And their scales, and copies none. Every sequence has read two pages of three."""
+    target = Target.parse(chips)
+    mesh = meshes.make(devices=targets.devices(target))
+    wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}
+    model = model_fixtures.model(d_model=256, context_length=384, vocab_size=1024, num_layers=1, feed_forward=wide)
+    settings = EngineSettings(slots=4, cache_dtype=dtype)
+    programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), settings)
+    cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
+    found = argument_reads(hlo.parse(programs.step(StepShape(4, 0, TILE), cache).compile().as_text(), trips=1))
+    pages = [each for each in found if each.name.startswith("pages")]
+    assert sum(each.bytes for each in pages) == 13 * sum(programs.page_bytes)
+    assert sorted(each.name.rpartition("[")[2] for each in pages) == [
+        f"'{name}']" for name in ("key", "key_scales", "value", "value_scales")
+    ]
+    for each in pages:
+        assert each.read in (each.bytes * 2 * 4 // 13, each.bytes) and each.copied == 0, each
+
+
 def _instructions(program, opcode):
     every = (each for part in program.computations.values() for each in part.instructions.values())
     return [each for each in every if each.opcode == opcode]

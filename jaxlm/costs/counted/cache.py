@@ -9,6 +9,7 @@ from jaxlm.costs.counted.parameters import slots
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache_memory import most_pages
 from jaxlm.inference.paged_cache import PageLayout
+from jaxlm.inference.settings import CacheDtype
 from jaxlm.models.cache import Slot
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.layout import Layout
@@ -29,12 +30,14 @@ def kv_cache(work: Workload) -> int:
 
 def page_layout(work: Workload) -> PageLayout:
     """Return the groups of pages of a model; one entry stands for all layers that keep the same slots."""
-    return _page_layout(work.model, work.kind, work.layout, work.page)
+    return _page_layout(work.model, work.kind, work.layout, work.page, work.cache_dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def _page_layout(model: ModelConfig, kind: Kind, layout: Layout, page: int) -> PageLayout:
-    return PageLayout.of(slots(model, kind, layout), page)
+def _page_layout(
+    model: ModelConfig, kind: Kind, layout: Layout, page: int, cache_dtype: CacheDtype | None
+) -> PageLayout:
+    return PageLayout.of(slots(model, kind, layout), page, cache_dtype)
 
 
 def _page_numbers(work: Workload, slot: Slot) -> int:
@@ -45,7 +48,9 @@ def _page_numbers(work: Workload, slot: Slot) -> int:
 def kv_bytes_per_token(work: Workload) -> int:
     """Return the bytes that a token adds to the cache, over the whole mesh, each replicated array once."""
     entries = slots(work.model, work.kind, Layout())
-    per_token = [(layers, slot) for layers, each in entries.values() for slot in each.values() if slot.per == "token"]
+    layout = _page_layout(work.model, work.kind, Layout(), work.page, work.cache_dtype)
+    kept = [(entries[entry.name].layers, slot) for entry in layout.entries for _, slot in entry.slots]
+    per_token = [(layers, slot) for layers, slot in kept if slot.per == "token"]
     return sum(layers * math.prod(slot.shape) * _itemsize(work, slot) for layers, slot in per_token)
 
 

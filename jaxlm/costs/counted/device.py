@@ -35,7 +35,7 @@ class DeviceStep:
             forward = _recorded(work)
             self.recording, self._sections = recorder.record(*forward), ()
         else:
-            forward = work.model, work.page, work.quantized
+            forward = work.model, work.page, work.quantized, work.cache_dtype
             self.recording, self._sections = recorder.record_engine(*forward), work.sections
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
         of_rows = work.rows(), work.draws(), self._sections, dtypes, *work.target

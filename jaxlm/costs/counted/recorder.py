@@ -25,6 +25,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.axes import Dimensions, Factor, dimensions, factors, products_inside, through
 from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.ragged_step import Batch, NextTokens, StepResults, ragged_step
+from jaxlm.inference.settings import CacheDtype
 from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
@@ -196,7 +197,9 @@ def record(
 
 
 @functools.lru_cache(maxsize=64)
-def record_engine(model: ModelConfig, page: int, quantized: Quantization | None = None) -> Recording:
+def record_engine(
+    model: ModelConfig, page: int, quantized: Quantization | None = None, cache_dtype: CacheDtype | None = None
+) -> Recording:
     """Record the engine's step with a single row, whose sequence decodes, for pages of `page` tokens. Equal layers are
     recorded once, although the engine's program has each layer by itself.
 
@@ -204,7 +207,7 @@ def record_engine(model: ModelConfig, page: int, quantized: Quantization | None 
     """
     graph, parameters = abstract(model, quantized=quantized)
     with recording():
-        layout = PageLayout.of(nnx.merge(graph, parameters).slots(), page)
+        layout = PageLayout.of(nnx.merge(graph, parameters).slots(), page, cache_dtype)
 
     def forward(parameters: tree.Tree, *operands: Any) -> StepResults:
         return ragged_step(nnx.merge(graph, parameters), layout, StepShape(1, 0, TILE), *operands)[1]

@@ -23,7 +23,7 @@ from jaxlm.models.doors.cost import (
 )
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import HEADS, Axes
-from jaxlm.models.views import PagedView
+from jaxlm.models.views import PagedView, scales_of
 from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost, KernelCosts
@@ -34,12 +34,21 @@ from kernels_pallas.paged_attention import paged_attention as attend
 TABLE: Axes = (None, None)
 KEY_PAGES: Axes = (None, "act_kv_heads", "act_head_dim", None)
 VALUE_PAGES: Axes = (None, "act_kv_heads", None, "act_head_dim")
+SCALE_PAGES: Axes = (None, "act_kv_heads", None, None)
 
 
 def _pages(view: PagedView, value_dim: int | None) -> tuple[jax.Array, jax.Array | None]:
     """Return the pages of keys [P, K, H, S] and of values [P, K, S, V]; None where these are a part of the keys."""
     key = view.pages_of("key", tokens_last=True)
     return key, view.pages_of("value", tokens_last=False) if value_dim is None else None
+
+
+def _scales(view: PagedView, value_dim: int | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the scales of keys and of values, [P, K, 1, S] each; None of pages without, and of values that are a part
+    of the keys."""
+    if scales_of("key") not in view.pages:
+        return None, None
+    return view.pages[scales_of("key")], view.pages[scales_of("value")] if value_dim is None else None
 
 
 def _signature(
@@ -57,6 +66,7 @@ def _signature(
     attended_R1NV = jax.ShapeDtypeStruct((*query_R1NH.shape[:3], width), query_R1NH.dtype)
     of_sinks = None if sinks is None else sinks[...], HEADS[2:3]
     operands = [(query_R1NH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES), of_sinks]
+    operands += [(each, SCALE_PAGES) for each in _scales(view, value_dim)]
     options = {"soft_cap": soft_cap, "window": window, "value_dim": value_dim}
     return Signature(operands, [(attended_R1NV, HEADS)], options)
 
@@ -146,7 +156,7 @@ def _page_cost(local: Local, section: costs.SectionReads) -> costs.PageCost:
     """Return the cost of one page of each sequence of a section."""
     query, key, value = _abstract(local)
     rows = jax.ShapeDtypeStruct((section.sequences, section.queries, *query.shape[2:]), query.dtype)
-    return costs.page_cost(rows, key, value, local.options["soft_cap"])
+    return costs.page_cost(rows, key, value, local.options["soft_cap"], local.platform)
 
 
 def _abstract(local: Local) -> tuple[Any, Any, Any]:
@@ -167,10 +177,21 @@ def _unpadded_products(local: Local, reads: UnpaddedReads) -> Iterator[DoorProdu
     yield DoorProduct(Product(*pv), 0, scope="pv", visible=visible)
 
 
-def _attend(query: Any, key: Any, value: Any, table: Any, sinks: Any, *key_range: Any, **options: Any) -> jax.Array:
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    table: Any,
+    sinks: Any,
+    key_scales: Any,
+    value_scales: Any,
+    *key_range: Any,
+    **options: Any,
+) -> jax.Array:
     value_dim = options.pop("value_dim")
     value = value_dim if value is None else value
-    return attend(query, key, value, table, sinks=sinks, key_range=KeyRange(*key_range), **options)
+    options |= {"sinks": sinks, "key_scales": key_scales, "value_scales": value_scales}
+    return attend(query, key, value, table, key_range=KeyRange(*key_range), **options)
 
 
 @door(_signature, _declare, pinned=True)
@@ -201,6 +222,7 @@ def paged_attention(
         start_QT, end_QT = (x_R1[part].reshape(Q, rows) for x_R1 in view.key_range)
         operands = (query_QTNH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES), (table_QM, TABLE)
         operands = *operands, (None if sinks is None else sinks[...], HEADS[2:3])
+        operands = *operands, *((each, SCALE_PAGES) for each in _scales(view, value_dim))
         ranges = (start_QT, HEADS[:2]), (end_QT, HEADS[:2])
         with jax.named_scope(costs.loop_name(rows, window)):
             attended_QTNV = on_each_device(functools.partial(_attend, **options), *operands, *ranges)

@@ -58,7 +58,7 @@ def test_a_resolved_file_holds_every_key():
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
     # None cannot be written.
     records = {"records.wandb_project", "records.norms_every"}
-    records |= {f"inference.{name}" for name in ("cache_memory", "context", "speculate")}
+    records |= {f"inference.{name}" for name in ("cache_dtype", "cache_memory", "context", "speculate")}
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
     kinds = ("chat", "preferences", "chat_template", "validation")

@@ -194,7 +194,7 @@ def test_scales_that_do_not_fit_are_refused():
 
 
 def test_bytes_are_the_numbers_of_float8_e4m3fn():
-    """Of which GPUs before compute capability 8.9 have no instruction."""
+    """GPUs before compute capability 8.9 have no instruction for them."""
     every = np.arange(256, dtype=np.uint8)
     expected = jax.lax.bitcast_convert_type(jnp.asarray(every), jnp.float8_e4m3fn).astype(jnp.float32)
     np.testing.assert_array_equal(from_bytes(jnp.asarray(every.view(np.int8))), expected)

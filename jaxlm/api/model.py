@@ -1,5 +1,6 @@
 """A trained or published model in use: its parameters, logits and texts, and its engine."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jaxlm.inference.completion import Completion, TextChunk
     from jaxlm.inference.draft_model import DraftModel
     from jaxlm.inference.engine import Engine
+    from jaxlm.inference.grammar import Grammar
     from jaxlm.inference.requests import Named, Request, Sampling
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.models.config import ModelConfig
@@ -189,6 +191,8 @@ class LoadedModel:
         top_p: float | None = None,
         stop: Sequence[str] = (),
         seed: int = 0,
+        json_schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
     ) -> "list[Completion]":
         """Continue prompts, each up to the separator of documents, and answer conversations: `num_samples`
         continuations of the first prompt, then of the next. They are drawn together, and each is as if it were alone.
@@ -207,15 +211,17 @@ class LoadedModel:
             token, which is no part of the text.
           seed: another seed draws other text. A continuation has random numbers of the seed, its prompt's place and its
             own among the samples, so that it does not depend on the others.
+          json_schema: each text is a value of this JSON schema; an answer is one behind what the model thinks.
+          regex: each text is one that this regular expression matches whole.
 
         Raises InputError for values that mean nothing, prompts without tokens, more tokens than the context holds, stop
-        strings without a tokenizer, or logits that are not finite.
+        strings or a form of texts without a tokenizer, or logits that are not finite.
         """
         from jaxlm.inference.completion import completions
 
         drawn = self.stream(
             prompts, max_tokens, num_samples=num_samples, temperature=temperature, top_k=top_k, top_p=top_p,
-            stop=stop, seed=seed,
+            stop=stop, seed=seed, json_schema=json_schema, regex=regex,
         )  # fmt: skip
         return completions(drawn, len(prompts) * num_samples)
 
@@ -230,6 +236,8 @@ class LoadedModel:
         top_p: float | None = None,
         stop: Sequence[str] = (),
         seed: int = 0,
+        json_schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
     ) -> "Iterator[TextChunk]":
         """Return the pieces of what `generate` gives, as they are drawn. Raises InputError as it does, at once but for
         logits that are not finite."""
@@ -239,8 +247,8 @@ class LoadedModel:
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {name: value for name, value in options.items() if value is not None}
         Sampling(**chosen).check()
-        sampling = self.sampling(**chosen)
-        return self.complete(self.requests(prompts, max_tokens, num_samples, sampling, stop), seed)
+        sampling, grammar = self.sampling(**chosen), _grammar(json_schema, regex)
+        return self.complete(self.requests(prompts, max_tokens, num_samples, sampling, stop, grammar), seed)
 
     def requests(
         self,
@@ -249,9 +257,14 @@ class LoadedModel:
         num_samples: int,
         sampling: "Sampling",
         stop: Sequence[str],
+        grammar: "Grammar | None" = None,
         named: "Named" = "{} =".format,
     ) -> "list[Request]":
-        """Return what `generate` asks for, for `complete`. Raises InputError as `jaxlm.inference.requests.sampled`."""
+        """Return what `generate` asks for, for `complete`. Raises InputError as `jaxlm.inference.requests.sampled`.
+
+        Args:
+          grammar: of continuations, and of answers behind what is thought.
+        """
         from jaxlm.inference.requests import fitting_tokens, sampled
         from jaxlm.inference.stop_strings import stops_that_are_tokens
 
@@ -264,12 +277,25 @@ class LoadedModel:
             ]
         requests = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
         stops = stops_that_are_tokens(stop, self.tokenizer.controls) if self.tokenizer else frozenset()
+        grammars = self._grammars_of_answers(grammar, encoded) if grammar and any(chats) else [None] * len(prompts)
         return [
-            request._replace(stop_token_ids=stops | self.chat_template.stop_token_ids, is_answer=True)
+            request._replace(
+                stop_token_ids=stops | self.chat_template.stop_token_ids,
+                is_answer=True,
+                grammar=grammars[row // num_samples],
+            )
             if chats[row // num_samples]
-            else request._replace(stop_token_ids=stops)
+            else request._replace(stop_token_ids=stops, grammar=grammar)
             for row, request in enumerate(requests)
         ]
+
+    def _grammars_of_answers(self, grammar: "Grammar", prompts: Sequence[Sequence[int]]) -> "list[Grammar]":
+        """Return the grammars of answers to prompts, as a server has them."""
+        from jaxlm.server.answers.answer_formats import form_of, grammar_of_answer
+
+        template = self.chat_template
+        form = form_of(template)
+        return [grammar_of_answer(form, grammar, template.tokenizer, prompt) for prompt in prompts]
 
     def sampling(self, **chosen: Any) -> "Sampling":
         """Return the sampling of the chosen fields of `Sampling`; the others are those of generation_config.json of
@@ -443,6 +469,20 @@ class LoadedModel:
             return module.logits(hidden_BTD)
 
         return logits
+
+
+def _grammar(json_schema: Mapping[str, Any] | str | None, regex: str | None) -> "Grammar | None":
+    """Return the grammar of texts, if one is given. Raises InputError for two, and for a schema that is no JSON."""
+    from jaxlm.inference.grammar import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise InputError("json_schema and regex are both forms of the text; give one")
+    if json_schema is None:
+        return None if regex is None else Grammar("regex", regex)
+    try:
+        return Grammar("json_schema", json_schema if isinstance(json_schema, str) else json.dumps(json_schema))
+    except TypeError as error:
+        raise InputError(f"json_schema is no JSON: {error}") from None
 
 
 def _is_conversation(prompt: Prompt) -> "TypeGuard[Sequence[Message]]":

@@ -7,11 +7,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxlm.api.model import MAX_ANSWER_TOKENS, MAX_TOKENS
 from jaxlm.cli import chat, engine, prompts, trained
-from jaxlm.cli.paths import as_utf8, path
+from jaxlm.cli.paths import as_utf8
 from jaxlm.core.errors import InputError, in_one_line
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(_option(name), type=kind, metavar=metavar, help=explanation)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--json-schema", type=path, metavar="FILE", help="continue with a value of this JSON schema, as JSON"
+        "--json-schema",
+        type=as_utf8,
+        metavar="FILE|JSON",
+        help="continue with a value of this JSON schema, as JSON; a conversation: answer so, behind what is thought",
     )
     form.add_argument("--regex", type=as_utf8, metavar="PATTERN", help="continue with a text that matches this whole")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random draws (%(default)s)")
@@ -119,12 +123,14 @@ def _grammar(arguments: argparse.Namespace) -> "Grammar | None":
 
     if arguments.regex is not None:
         return Grammar("regex", arguments.regex)
-    if arguments.json_schema is None:
+    if (schema := arguments.json_schema) is None:
         return None
+    if schema.lstrip().startswith("{"):
+        return Grammar("json_schema", schema)
     try:
-        return Grammar("json_schema", arguments.json_schema.read_text(encoding="utf-8"))
+        return Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
-        raise InputError(f"--json-schema {arguments.json_schema} cannot be read: {error}") from None
+        raise InputError(f"--json-schema {schema} cannot be read, and is no JSON: {error}") from None
 
 
 def _drawn(
@@ -135,8 +141,10 @@ def _drawn(
     grammar: "Grammar | None",
     stream: int = 0,
 ) -> "Iterator[TextChunk]":
-    asked = model.requests(inputs, arguments.max_tokens, arguments.num_samples, sampling, arguments.stop, named=_option)
-    requests = [request._replace(stream=request.stream + stream, grammar=grammar) for request in asked]
+    asked = model.requests(
+        inputs, arguments.max_tokens, arguments.num_samples, sampling, arguments.stop, grammar, named=_option
+    )
+    requests = [request._replace(stream=request.stream + stream) for request in asked]
     return model.complete(requests, arguments.seed)
 
 

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from jaxlm.inference.generation import Token
 from jaxlm.inference.grammar import Grammar
 from jaxlm.inference.requests import MAX_LOGPROBS
+from jaxlm.server.answers.answer_formats import prompt_end
 from jaxlm.server.answers.call_formats import FORMATS
 from jaxlm.server.answers.calls import CalledFunction
 from jaxlm.server.answers.text import with_controls
@@ -22,7 +23,6 @@ from jaxlm.server.messages import (
     ToolBody,
     continued_text,
     encoded,
-    prompt_end,
     template_of,
 )
 from jaxlm.server.prompt_scores import PromptLogprobs, prompt_logprobs
@@ -249,7 +249,9 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> CompletionStr
         )
     prompt, answer = encoded(template, body.messages, tools, **body.ending), None
     if form:
-        answer = AnswerOptions(form, schemas, body.parallel_tool_calls is not False, prompt_end(served, prompt))
+        answer = AnswerOptions(
+            form, schemas, body.parallel_tool_calls is not False, prompt_end(served.tokenizer, prompt)
+        )
         if body.continue_final_message:
             before, begun = continued_text(template, body.messages, tools)
             answer = answer._replace(prompt_end=before, continued=begun)

@@ -16,7 +16,6 @@ from jaxlm.server.schema import in_words, neutral
 from jaxlm.server.served import ServedModel
 
 _NO_AUDIO = "the models here read and write text"
-_PROMPT_END = 16  # tokens of a prompt that say where its answer begins
 _THOUGHTS = ("reasoning_content", "thinking")  # keys of messages, as templates read them
 _EFFORT = "reasoning_effort"
 _NOT_SHOWN = "it is no part of what a template shows"
@@ -166,11 +165,6 @@ def continued_text(
         return "", last["content"]
     at = len(os.path.commonprefix([begun, whole]))
     return whole[:at], whole[at:]
-
-
-def prompt_end(served: ServedModel, prompt: Sequence[int]) -> str:
-    """Return the end of a prompt as text, with the names of control tokens."""
-    return served.tokenizer.spelled_out(prompt[-_PROMPT_END:])
 
 
 def _shown(message: MessageBody, template: str, place: int) -> dict[str, Any]:

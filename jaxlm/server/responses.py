@@ -9,10 +9,11 @@ from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from jaxlm.server.answers.answer_formats import grammar_of_answer, prompt_end
 from jaxlm.server.events import Streamed
 from jaxlm.server.formats import TextFormat
-from jaxlm.server.messages import MessageBody, Role, TextPart, encoded, prompt_end, template_of
-from jaxlm.server.refusals import Refusal
+from jaxlm.server.messages import MessageBody, Role, TextPart, encoded, template_of
+from jaxlm.server.refusals import Refusal, refusing
 from jaxlm.server.request_body import RequestBody
 from jaxlm.server.schema import Salt, SamplingBody, Seed, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
@@ -179,12 +180,10 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
         raise Refusal("input is empty; say something", param="input")
     template = template_of(served, effort=body.reasoning and body.reasoning.effort)
     form, prompt = served.answer_format, encoded(template, messages)
-    end, grammar = prompt_end(served, prompt), body.text and body.text.format and body.text.format.grammar
-    if grammar is not None and form:
-        rules = form.grammar("@text", {}, served.tokenizer.controls, end, parallel=True)
-        if rules is None:
-            raise Refusal(f"the answers of {served.name} cannot be held to a grammar", param="text.format")
-        grammar = grammar._replace(around=rules)
+    grammar = body.text and body.text.format and body.text.format.grammar
+    if grammar is not None:
+        with refusing("text.format", "text.format: "):
+            grammar = grammar_of_answer(form, grammar, served.tokenizer, prompt)
     completion = CompletionRequest(
         [prompt],
         body.max_output_tokens,
@@ -193,7 +192,7 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Completi
         stop_token_ids=template.stop_token_ids,
         salt=body.cache_salt,
         is_answer=True,
-        answer=form and AnswerOptions(form, prompt_end=end),
+        answer=form and AnswerOptions(form, prompt_end=prompt_end(served.tokenizer, prompt)),
         grammar=grammar,
         grammar_param="text.format",
     )

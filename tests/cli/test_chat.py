@@ -10,6 +10,8 @@ from engine_fixtures import WrittenEngine
 
 from jaxlm import api
 from jaxlm.cli import main
+from jaxlm.inference.grammar import Grammar, Grammars
+from jaxlm.inference.requests import Sampling
 
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 END_OF_TURN, END_OF_TEXT = 1, 2  # <s> and </s>
@@ -54,6 +56,37 @@ def said(capsys, model, *arguments, status=0):
 
 def typed(monkeypatch, *lines):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode())))
+
+
+@pytest.mark.parametrize("begun", ["", "<think>"])
+def test_what_is_thought_before_a_form_is_free(model, tmp_path, begun):
+    """The template or the model begins the thought; then comes the form, and nothing else."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    marks = "{% if false %}<think></think>{% endif %}"
+    (folder / "chat_template.jinja").write_text(marks + TEMPLATE.replace("assistant: ", f"assistant: {begun}"))
+    thinking = api.load(folder)
+    form = Grammar("json_schema", '{"enum": ["so"]}')
+    (request,) = thinking.requests([[{"role": "user", "content": "Hi"}]], 9, 1, Sampling(), (), form)
+    (bare,) = thinking.requests(["Hi"], 9, 1, Sampling(), (), form)
+    assert bare.grammar == form
+    grammars = Grammars(thinking.tokenizer, thinking.config.vocab_size)
+    compiled, words = grammars.compile(request.grammar), [*map(thinking.tokenizer.bytes_of, range(512))]
+
+    def fits(text):
+        matcher, left = grammars.matcher(compiled), text.encode()
+        while left:
+            allowed = [id for id in range(3, 512) if matcher.allowed_W[id // 32] >> id % 32 & 1]
+            tokens = [id for id in allowed if left.startswith(words[id])]
+            if not tokens:
+                return False
+            matcher.accept(token := max(tokens, key=lambda id: len(words[id])))
+            left = left[len(words[token]) :]
+        return matcher.has_ended
+
+    opening = "" if begun else "<think>"
+    assert fits(f'{opening}It "is" {{so}}.</think>\n\n"so"')
+    assert fits('"so"') == (not begun)
+    assert not fits(f'{opening}It is.</think>\n\n"no"') and not fits(f'{opening}It is.</think>"so" it')
 
 
 def test_each_line_is_answered_after_those_before_it(model, answering, monkeypatch, capsys):

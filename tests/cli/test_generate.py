@@ -19,6 +19,7 @@ from engine_fixtures import WrittenEngine
 from jaxlm import api
 from jaxlm.cli import main
 from jaxlm.config import load
+from jaxlm.core.errors import InputError
 from jaxlm.data.dataset import prepare
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.settings import EngineSettings
@@ -179,6 +180,15 @@ def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
     (tmp_path / "form.json").write_text('{"enum": ["so", "it"]}')
     text = generated(capsys, run, *asked, "--json-schema", tmp_path / "form.json")
     assert json.loads(text["text"]) in ("so", "it") and text["finish_reason"] == "stop"
+    assert generated(capsys, run, *asked, "--json-schema", ' {"enum": ["so", "it"]}') == text
+    model = api.load(run)
+    for form in ({"enum": ["so", "it"]}, '{"enum": ["so", "it"]}'):
+        (drawn,) = model.generate(["alpha"], 20, seed=3, json_schema=form)
+        assert drawn.text == text["text"]
+    with pytest.raises(InputError, match="json_schema and regex are both"):
+        model.generate(["alpha"], json_schema={}, regex="a")
+    with pytest.raises(InputError, match="json_schema is no JSON: Object of type set"):
+        model.generate(["alpha"], json_schema={"enum": {1}})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +204,7 @@ def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
         (["--prompt", "a", "--seed", str(2**63)], "--seed 9223372036854775808 must be from -9223372036854775808 to"),
         (["--prompt", "a", "--token-ids", "1"], "not allowed with argument"),
         (["--prompt", "a", "--regex", "("], "the regular expression cannot be used: "),
-        (["--prompt", "a", "--json-schema", "FOLDER/none"], "none cannot be read: "),
+        (["--prompt", "a", "--json-schema", "FOLDER/none"], "none cannot be read, and is no JSON: "),
         (["--prompt", "a", "--json-schema", "FOLDER/odd.jsonl"], "the JSON schema cannot be read: "),
         (["--prompt", "a", "--json-schema", "f", "--regex", "a"], "not allowed with argument"),
         (["--json"], "--json is of prompts that are given: add --prompt, --prompts or --token-ids"),

@@ -1,14 +1,15 @@
 """The form in which a model writes answers, as its chat template shows it."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.json_text import json_value
 from jaxlm.data.chat_template import ChatTemplate
-from jaxlm.inference.grammar import json_rule
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.inference.grammar import Grammar, GrammarError, json_rule
 from jaxlm.server.answers import harmony
 from jaxlm.server.answers.call_formats import FORMATS, CallFormat
 from jaxlm.server.answers.call_syntax import Schemas, TaggedSyntax
@@ -26,6 +27,8 @@ from jaxlm.server.answers.grammars import (
 from jaxlm.server.answers.harmony import HarmonyReader
 from jaxlm.server.answers.reasoning import ReasoningParser, ThoughtFormat, thoughts_of
 from jaxlm.server.answers.tagged_grammars import tagged_arguments
+
+_PROMPT_END = 16  # tokens of a prompt that say where its answer begins
 
 
 class AnswerReader(Protocol):
@@ -181,6 +184,30 @@ class HarmonyForm:
 def _json_arguments(schemas: Mapping[str, Mapping[str, Any]], lenient: Collection[str]) -> Arguments:
     """Return arguments that are written as JSON."""
     return {name: LarkRules(json_rule(schema, is_lenient=name in lenient)) for name, schema in schemas.items()}
+
+
+def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Return the end of a prompt as text, with the names of control tokens."""
+    return tokenizer.spelled_out(prompt[-_PROMPT_END:])
+
+
+def grammar_of_answer(
+    form: AnswerFormat | None, grammar: Grammar, tokenizer: Tokenizer, prompt: Sequence[int]
+) -> Grammar:
+    """Return the grammar of answers that say a text of `grammar`, behind anything that is thought.
+
+    Args:
+      form: of the model's answers; None for text alone.
+      prompt: which may have begun a thought.
+
+    Raises GrammarError for a form that has no grammar.
+    """
+    if form is None:
+        return grammar
+    rules = form.grammar("@text", {}, tokenizer.controls, prompt_end(tokenizer, prompt), parallel=True)
+    if rules is None:
+        raise GrammarError("the model's form of answers cannot be held to a grammar: it has no control tokens for it")
+    return grammar._replace(around=rules)
 
 
 def _begun(opening: tuple[str, str, str], name: str | None) -> str:

@@ -67,6 +67,37 @@ def packed(name, codes, zeros, scales, described, groups=None):
     return {f"{module}.{part}": np.ascontiguousarray(x) for part, x in parts.items()}
 
 
+def compressed(form, bits=8, group=None, kind="int"):
+    """Return the table quantization_config of compressed-tensors."""
+    strategy = {"strategy": "group" if group else "channel", "group_size": group}
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "actorder": None, "block_structure": None, **strategy}
+    activations = {"num_bits": 8, "type": kind, "dynamic": False, "strategy": "tensor"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
+    method = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+    return method | {"config_groups": groups, "ignore": ["lm_head"], "kv_cache_scheme": None}
+
+
+def in_compressed(name, shape, described, random):
+    """Return the tensors of a matrix of compressed-tensors, and the matrix in float32."""
+    weights, (outputs, inputs) = described["config_groups"]["group_0"]["weights"], shape
+    bits, group = weights["num_bits"], weights["group_size"] or inputs
+    scales = (random.uniform(0.5, 1.5, (outputs, inputs // group)) / 2**bits).astype(ml_dtypes.bfloat16)
+    if weights["type"] == "float":
+        numbers = random.standard_normal(shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
+    else:
+        numbers = random.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), shape).astype(np.int8)
+    tensors = {f"{name}_scale": scales, name.replace("weight", "input_scale"): np.ones(1, np.float32)}
+    if described["format"] == "pack-quantized":
+        codes = numbers.astype(int) + 2 ** (bits - 1)
+        tensors |= {f"{name}_packed": words(codes, bits, range(32 // bits)), f"{name}_shape": np.array(shape)}
+    else:
+        tensors |= {name: numbers}
+    matrix = np.empty(shape, np.float32)
+    for column in range(inputs):
+        matrix[:, column] = numbers[:, column].astype(np.float32) * scales[:, column // group].astype(np.float32)
+    return tensors, matrix
+
+
 def in_fp8(name, shape, block, random):
     """Return the tensors of a matrix in FP8 with scales of blocks, one for all where there is no block, and the matrix
     in float32."""
@@ -90,8 +121,11 @@ def make(folder: Path, described, permuted=False, whole=()):
             x = random.standard_normal(shape, np.float32) * 0.1 + ("norm" in name)
             own[name], wide[name] = x.astype(np.float16), x.astype(np.float16).astype(np.float32)
             continue
-        if described["quant_method"] == "fp8":
-            tensors, wide[name] = in_fp8(name, shape, (described["weight_block_size"] or [None])[0], random)
+        if (method := described["quant_method"]) in ("fp8", "compressed-tensors"):
+            if method == "fp8":
+                tensors, wide[name] = in_fp8(name, shape, (described["weight_block_size"] or [None])[0], random)
+            else:
+                tensors, wide[name] = in_compressed(name, shape, described, random)
             own |= tensors
             continue
         outputs, inputs = shape

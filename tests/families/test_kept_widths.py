@@ -7,7 +7,7 @@ import packed_directories
 import pytest
 from flax import nnx
 from matrices import sampled
-from packed_directories import describe
+from packed_directories import compressed, describe
 
 from jaxlm import api, config
 from jaxlm.families.directory import PublishedModel
@@ -22,6 +22,10 @@ FORMS = {
     "awq": (describe("awq"), Quantization("int8", 128)),
     "fp8 of blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8", 128)),
     "fp8 of one scale": ({"quant_method": "fp8", "weight_block_size": None}, Quantization("fp8")),
+    "compressed int4": (compressed("pack-quantized", 4, 32), Quantization("int4", 32)),
+    "compressed words of int8": (compressed("pack-quantized", 8, 128), Quantization("int8", 128)),
+    "compressed int8": (compressed("int-quantized"), Quantization("int8")),
+    "compressed fp8": (compressed("float-quantized", kind="float"), Quantization("fp8")),
 }
 _STORED = {"int4": "uint8", "int8": "int8", "fp8": "float8_e4m3fn"}
 _TOKENS = [[5, 3, 80, 2, 41, 7]]
@@ -32,7 +36,7 @@ def widened(model, form, parameters):
 
 
 CASES = [pytest.param(described, form, id=name) for name, (described, form) in FORMS.items()]
-KEPT = ["gptq", "gptq of zero points", "fp8 of blocks"]
+KEPT = ["gptq", "gptq of zero points", "fp8 of blocks", "compressed int4"]
 
 
 @pytest.mark.parametrize("described, form", sampled(CASES, KEPT))

@@ -57,6 +57,30 @@ def test_other_forms_are_refused_by_their_key(changed, said):
         check_method({"quantization_config": describe("gptq") | changed}, "config.json")
 
 
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("num_bits", 3, "weights = '3 bits of int'"),
+        ("symmetric", False, "weights.symmetric = False of compressed-tensors, and jaxlm reads true alone"),
+        ("actorder", "group", "weights.actorder = 'group'"),
+        ("format", "nvfp4-pack-quantized", "format = 'nvfp4-pack-quantized' of compressed-tensors"),
+    ],
+)
+def test_other_forms_of_compressed_tensors_are_refused_by_their_key(key, value, said):
+    described = packed_directories.compressed("pack-quantized", 4, 32)
+    (described if key == "format" else described["config_groups"]["group_0"]["weights"])[key] = value
+    with pytest.raises(ValueError, match=said):
+        check_method({"quantization_config": described}, "config.json")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_of_compressed_tensors_are_read_to_the_bit(bits, tmp_path):
+    wide = packed_directories.make(tmp_path, packed_directories.compressed("pack-quantized", bits, 64))
+    model = PublishedModel(tmp_path / "packed")
+    for name in model.tensors:
+        np.testing.assert_array_equal(model.stored[name].read().astype(np.float32), wide[name], err_msg=name)
+
+
 def test_parts_that_do_not_suit_one_another_are_refused(tmp_path):
     arrays = {"a.qweight": np.zeros((16, 8), np.int32), "a.qzeros": np.zeros((1, 1), np.int32)}
     arrays["a.scales"] = np.ones((2, 8), np.float16)

@@ -1,17 +1,17 @@
-"""Quantized weights, which have scales beside them: FP8, MXFP4, GPTQ and AWQ. None is written: an export has what they
-are read as."""
+"""Quantized weights, which have scales beside them: FP8, MXFP4, GPTQ, AWQ and compressed-tensors. None is written: an
+export has what they are read as."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import InputError
 from jaxlm.families.files import text_of
-from jaxlm.families.quantized import fp8, mxfp4, packed
+from jaxlm.families.quantized import compressed, fp8, mxfp4, packed
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models.quantize_config import Quantization
 
 CONFIG_KEY = "quantization_config"
-_METHODS = ("fp8", "mxfp4", *packed.METHODS)
+_METHODS = (*fp8.METHODS, "mxfp4", *packed.METHODS, compressed.METHOD)
 
 
 def check_method(config: Mapping[str, Any], where: str) -> None:
@@ -23,6 +23,8 @@ def packing(config: Mapping[str, Any], where: str) -> packed.Packing | None:
     """Return how a config.json says that words of numbers are packed; None where there are none. Raises InputError as
     `check_method` does."""
     described = _described(config, where)
+    if described.get("quant_method") == compressed.METHOD:
+        compressed.check(described, where)
     return packed.Packing.of(described, where) if described.get("quant_method") in packed.METHODS else None
 
 
@@ -32,7 +34,9 @@ def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     if (words := packing(config, where)) is not None:
         return words.quantization
     described = _described(config, where)
-    return fp8.quantization(described) if described.get("quant_method") == "fp8" else None
+    if described.get("quant_method") == compressed.METHOD:
+        return compressed.quantization(described)
+    return fp8.quantization(described) if described.get("quant_method") in fp8.METHODS else None
 
 
 def _described(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -52,11 +56,14 @@ def _described(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def dequantized(
     stored: Mapping[str, StoredTensor], packing: packed.Packing | None = None
 ) -> dict[str, StoredTensor | LazyTensor]:
-    """Return tensors by name, quantized ones with their scales as one, of FP8 and MXFP4 in bfloat16 and of `packing` in
+    """Return tensors by name, quantized ones with their scales as one, of FP8 and MXFP4 in bfloat16 and integers in
     float32. Raises InputError for scales that do not suit their tensor."""
     whole: dict[str, StoredTensor | LazyTensor] = {}
     parts: set[str] = set()
-    for tensors, of_them in (fp8.tensors(stored), mxfp4.tensors(stored), packed.tensors(stored, packing)):
+    for tensors, of_them in (
+        *(fp8.tensors(stored), mxfp4.tensors(stored)),
+        *(packed.tensors(stored, packing), compressed.tensors(stored)),
+    ):
         whole |= tensors
         parts |= of_them
     return {name: tensor for name, tensor in stored.items() if name not in parts} | whole

@@ -1,5 +1,5 @@
-"""FP8 with scales of blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; 128 × 128 in most files): read as
-bfloat16, or kept."""
+"""FP8 with scales of blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; 128 × 128 in most files), of outputs or of
+matrices: read as bfloat16, or kept."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,17 +15,24 @@ from jaxlm.models.quantize_config import Quantization
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _KEPT = "F8_E4M3"
 _DTYPES = (_KEPT, "F8_E5M2")
-_SCALES = "_scale_inv"  # after the name of an FP8 tensor; a number times its scale is what it stands for
+METHODS = ("fp8", "fbgemm_fp8")
+# After the name of an FP8 tensor. By either name, a number times its scale is what it stands for.
+_SCALES = ("_scale_inv", "_scale")
 _UNUSED = (".activation_scale", ".input_scale")  # of activations, which are not quantized here
 
 
 def tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, LazyTensor], set[str]]:
     """Return the tensors in FP8 with scales by name, and the names of what is read with them. Raises InputError for
     scales that do not suit their tensor."""
-    names = [name for name, x in stored.items() if x.dtype_name in _DTYPES and name + _SCALES in stored]
-    parts = {part for name in names for part in (name, name + _SCALES)}
+    names = {
+        name: name + suffix
+        for name, x in stored.items()
+        for suffix in reversed(_SCALES)
+        if x.dtype_name in _DTYPES and name + suffix in stored
+    }
+    parts = {*names, *names.values()}
     parts |= {name.removesuffix(".weight") + unused for name in names for unused in _UNUSED}
-    return {name: _tensor(name, stored[name], stored[name + _SCALES]) for name in names}, parts
+    return {name: _tensor(name, stored[name], stored[scales]) for name, scales in names.items()}, parts
 
 
 def quantization(described: Mapping[str, Any]) -> Quantization | None:
@@ -42,7 +49,7 @@ def quantization(described: Mapping[str, Any]) -> Quantization | None:
 
 def _tensor(name: str, values: StoredTensor, scales: StoredTensor) -> LazyTensor:
     """Return [..., R, C] numbers times their scales, one for all or one for each block of the last two dimensions."""
-    if scales.shape in ((), (1,)):
+    if scales.shape in ((), (1,), (1, 1)):
         blocks = None
     elif len(values.shape) >= 2 and len(scales.shape) == len(values.shape) and scales.shape[:-2] == values.shape[:-2]:
         blocks = [_block(size, number) for size, number in zip(values.shape[-2:], scales.shape[-2:], strict=True)]

@@ -183,8 +183,8 @@ class _Matrix:
         packing = self.packing
         order = _AWQ_ORDER if packing.method == "awq" else range(_WORD // packing.bits)
         axis = 1 if packing.method == "awq" else 0
-        codes = _unpacked(self.words.read(), packing.bits, axis, order).astype(np.int16)
-        zeros = _unpacked(self.zeros.read(), packing.bits, 1, order)
+        codes = unpacked(self.words.read(), packing.bits, axis, order).astype(np.int16)
+        zeros = unpacked(self.zeros.read(), packing.bits, 1, order)
         # A stored zero point is one less in the first format of GPTQ, within the bits of a number.
         zeros = (zeros + np.uint8(packing.zero_offset)) & np.uint8(2**packing.bits - 1)
         codes -= self._per_input(zeros)
@@ -204,7 +204,7 @@ class _Matrix:
         return by_group[groups]
 
 
-def _unpacked(words: np.ndarray, bits: int, axis: int, order: "range | tuple[int, ...]") -> np.ndarray:
+def unpacked(words: np.ndarray, bits: int, axis: int, order: "range | tuple[int, ...]") -> np.ndarray:
     """Return the numbers of int32 words [R, C] in uint8, those of a word along an axis; `order` has the place of each,
     the lowest bits first."""
     R, C = words.shape

@@ -202,7 +202,7 @@ def load(
         quantised as soon as they are read, from what is stored.
     """
     _, abstract = model_tree.abstract(model)
-    quantizer = None if quantized is None else Quantizer(model, quantized, mesh, rules, None)
+    quantizer = None if quantized is None else Quantizer(model, quantized, mesh, rules, dtype)
     matrices = None if quantized is None else KeptMatrices(model, quantized, mesh, rules)
     are_kept = frozenset() if quantized is None else kept(model, expected, stored, quantized)
     shapes = model_tree.paths(model_tree.shapes(abstract))
@@ -217,7 +217,7 @@ def load(
             if path not in filled and matrices is not None and path in are_kept:
                 filled[path] = matrices.matrix(path)
             elif path not in filled:
-                as_stored = dtype is None or (quantizer is not None and quantizer.is_quantized(path))
+                as_stored = dtype is None or (quantizer is not None and quantizer.reads(path))
                 to = jax.dtypes.canonicalize_dtype(pieces[0].dtype if as_stored else dtype)
                 to = np.dtype(np.float32) if binding.is_state else to
                 filled[path] = HostShards(shapes[path].shape, to, sharding_of[path])
@@ -225,7 +225,12 @@ def load(
             missing[path] -= 1
             if not missing[path]:
                 whole = filled.pop(path).on_devices()
-                arrays[path] = whole if quantizer is None or path in are_kept else quantizer.parameter(path, whole)
+                if path in are_kept:
+                    arrays |= {f"{path}/{name}": part for name, part in whole.items()}
+                else:
+                    arrays |= {path: whole} if quantizer is None else quantizer.parts(path, whole)
+    if quantizer is not None:
+        return quantizer.joined(arrays)
     return jax.tree.unflatten(jax.tree.structure(shardings), [arrays[path] for path in sharding_of])
 
 

@@ -49,9 +49,10 @@ class ExecutionConfig(Section):
     unless `remat` is "full", up to 48 layers, where the counted memory fits; on a CPU up to 12 layers that keep
     everything; on a TPU it is a loop."""
     quantize: Literal["none"] | QuantizeKind = "none"
-    """Keep the matrices of layers in this width, with float32 scales; fp8 is float8_e4m3fn. w8a8 keeps what int8 does,
-    and in each product rounds every row of activations to int8 too: faster on CPUs, and further from the model.
-    Embeddings, the unembedding, norms, biases, routers and experts stay in `dtype`, and so do sums.
+    """Keep the matrices of layers in this width, with float32 scales; fp8 is float8_e4m3fn. w8a8 keeps what int8 does
+    and the unembedding, and in each product rounds every row of activations to int8 too: faster on CPUs, and further
+    from the model. Embeddings, the unembedding of other kinds, norms, biases, routers and experts stay in `dtype`, and
+    so do sums.
 
     In inference weights are rounded as they are read. Published ones that are stored in the form asked for are kept as
     they are; where nothing is asked for, so are those that are stored in any of these forms. In training it is for the

@@ -1,5 +1,6 @@
 """The width in which matrices of layers are kept. Imports no JAX."""
 
+from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 QuantizeKind = Literal["int8", "w8a8", "int4", "fp8"]
@@ -10,8 +11,8 @@ class Quantization(NamedTuple):
     """The form of matrices that are rounded to few bits, each number times a scale.
 
     Attributes:
-      kind: of the numbers: "int8", "int4" or "fp8" (float8_e4m3fn). "w8a8" are those of "int8"; products with them
-        round each row of activations to int8 too.
+      kind: of the numbers: "int8", "int4" or "fp8" (float8_e4m3fn). "w8a8" are those of "int8", also of the
+        unembedding; products with them round each row of activations to int8 too.
       group: the most inputs that share a scale of an output; 0 is all.
       targets: patterns of the paths of matrices that are quantised.
     """
@@ -25,6 +26,11 @@ class Quantization(NamedTuple):
         if self.group == 0:
             return inputs if self.kind != "int4" or inputs % 2 == 0 else None
         return next((size for size in sorted(GROUPS, reverse=True) if size <= self.group and inputs % size == 0), None)
+
+    @property
+    def of_unembedding(self) -> bool:
+        """True if the unembedding is kept so too; an embedding that is tied to it stays as it is, to look rows up."""
+        return self.kind == "w8a8" and any(fnmatchcase("unembedding", pattern) for pattern in self.targets)
 
     def by_outputs(self, platform: str | None) -> bool:
         """Return whether a product reads the matrix as [out, in]: on a CPU, where a row's bits then do not depend on

@@ -32,40 +32,63 @@ class Quantizer:
         _, plain = model_tree.abstract(model)
         _, tree = model_tree.abstract(model, quantized=quantization)
         self._quantization = quantization
+        self._is_tied = model.tied_embeddings and quantization.of_unembedding
+        self._structure = jax.tree.structure(model_tree.shardings(tree, mesh, rules))
         self._dimensions = model_tree.paths(model_tree.dimensions(plain))
         self._shardings = model_tree.paths(model_tree.shardings(tree, mesh, rules))
         self._like = model_tree.paths(model_tree.shapes(plain, dtype)) if dtype is not None else {}
 
-    def is_quantized(self, path: str) -> bool:
-        """Return whether the parameter at a path of the model is a matrix that is quantised."""
-        return path not in self._shardings
+    def reads(self, path: str) -> bool:
+        """Return whether the numbers of the parameter at a path of the model are quantised."""
+        return path not in self._shardings or self._is_tied_embedding(path)
 
-    def parameter(self, path: str, x: jax.Array) -> jax.Array | Tree:
-        """Return the parameter at a path, `{"values", "scales"}` of a matrix that is quantised; x is then deleted."""
-        if not self.is_quantized(path):
-            return x.astype(self._like[path].dtype) if self._like else x
-        of = self._dimensions[path]
-        inputs = tuple(of.axes[i] for i in of.inputs)
-        names = "values", "scales"
-        shardings = tuple(self._shardings[f"{path}/{name}"] for name in names)
-        parts = _program(of.axes, inputs, self._quantization, shardings)(x)
-        jax.block_until_ready(parts)
-        x.delete()
-        return dict(zip(names, parts, strict=True))
+    def parts(self, path: str, x: jax.Array) -> dict[str, jax.Array]:
+        """Return what takes the place of the parameter at a path, by path: values and scales of a matrix, which is then
+        deleted, or the parameter itself, beside an embedding those of the unembedding that is tied to it."""
+        if path not in self._shardings:
+            parts = self._rounded(path, path, x)
+            x.delete()
+            return parts
+        parts = self._rounded("unembedding", path, x) if self._is_tied_embedding(path) else {}
+        return parts | {path: x.astype(self._like[path].dtype) if self._like else x}
 
-    def tree(self, parameters: Tree, above: str = "") -> Tree:
+    def joined(self, parts: dict[str, jax.Array]) -> Tree:
+        """Return all parts as the parameters of the model."""
+        return jax.tree.unflatten(self._structure, [parts[path] for path in self._shardings])
+
+    def tree(self, parameters: Tree) -> Tree:
         """Return all parameters; those whose place others take are taken out of the given tree and deleted."""
-        changed: Tree = {}
+        return self.joined(self._parts_below(parameters, ""))
+
+    def _parts_below(self, parameters: Tree, above: str) -> dict[str, jax.Array]:
+        parts: dict[str, jax.Array] = {}
         for name in sorted(parameters):
             path, below = f"{above}{name}", parameters.pop(name)
-            changed[name] = self.tree(below, f"{path}/") if isinstance(below, dict) else self.parameter(path, below)
+            parts |= self._parts_below(below, f"{path}/") if isinstance(below, dict) else self.parts(path, below)
             del below
-        return changed
+        return parts
+
+    def _is_tied_embedding(self, path: str) -> bool:
+        return self._is_tied and path == "embedding"
+
+    def _rounded(self, to: str, path: str, x: jax.Array) -> dict[str, jax.Array]:
+        """Return the values and scales at the path `to`, of the parameter at another or the same."""
+        of, paths = self._dimensions[path], (f"{to}/values", f"{to}/scales")
+        is_turned = to != path  # an embedding [V, D]
+        axes = of.axes[::-1] if is_turned else of.axes
+        inputs = axes[:1] if is_turned else tuple(of.axes[i] for i in of.inputs)
+        shardings = tuple(self._shardings[each] for each in paths)
+        parts = _program(axes, inputs, self._quantization, shardings, is_turned)(x)
+        return dict(zip(paths, jax.block_until_ready(parts), strict=True))
 
 
 @lru_cache
 def _program(
-    axes: tuple[str, ...], inputs: tuple[str, ...], quantization: Quantization, shardings: tuple[NamedSharding, ...]
+    axes: tuple[str, ...],
+    inputs: tuple[str, ...],
+    quantization: Quantization,
+    shardings: tuple[NamedSharding, ...],
+    is_turned: bool,
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return a program that quantises a matrix: one for all of one form."""
-    return jax.jit(lambda x: quantized(x, axes, inputs, quantization), out_shardings=shardings)
+    """Return a program that quantises a matrix, or one that is turned: one for all of one form."""
+    return jax.jit(lambda x: quantized(x.T if is_turned else x, axes, inputs, quantization), out_shardings=shardings)

@@ -20,6 +20,7 @@ from jaxlm.models.masks import Mask
 from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
+from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.models.rows import Auxiliary, LayerIndex, RowContext
 from jaxlm.models.stacks import Groups, grouped
 
@@ -85,6 +86,8 @@ class Transformer(Module):
 
     Blocks of equal structure are stacked; `unrolled` ones have arrays of their own, and no loop runs them.
     """
+
+    unembedding: nnx.Param | QuantizedMatrix | None = nnx.data()
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs, unrolled: bool = False):
         V, D, std = model.vocab_size, model.d_model, model.initializer_std
@@ -204,8 +207,8 @@ class Transformer(Module):
         return float(np.asarray(self.model.d_model**0.5, dtype)) if factor == "sqrt_d_model" else factor
 
     @property
-    def unembedding_table(self) -> nnx.Param:
-        """The unembedding [D, V], or the embedding [V, D] where it is tied."""
+    def unembedding_table(self) -> nnx.Param | QuantizedMatrix:
+        """The unembedding [D, V], or the embedding [V, D] where it is tied and not quantised."""
         return self.embedding if self.unembedding is None else self.unembedding
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:

@@ -189,7 +189,16 @@ def build(
         stacks = module.groups.stacks if not unrolled else nnx.merge(*abstract(model)).groups.stacks
         chosen = _quantizable(module, quantized, stacks)
         module = replaced(module, chosen, lambda matrix: QuantizedMatrix(matrix, quantized))
+        if quantized.of_unembedding:
+            module.unembedding = QuantizedMatrix(_unembedding(module), quantized)
     return module if adapted is None else lora.adapt(module, adapted, targets, rngs)
+
+
+def _unembedding(module: Transformer) -> nnx.Param:
+    """Return the unembedding [D, V], also of a model that has none besides its embedding."""
+    if module.unembedding is not None:
+        return module.unembedding
+    return nnx.Param(module.embedding[...].T, axes=("embed", "vocab"), inputs=("embed",))
 
 
 def targets(model: ModelConfig, adapted: LoraConfig) -> tuple[str, ...]:

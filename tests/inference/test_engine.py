@@ -62,6 +62,7 @@ CASES += [
     ("llama", "bfloat16", (), "w8a8"),
     ("latent", "float32", (), "int8"),
     ("mixed", "float32", (2, 1, 2), "fp8"),
+    ("mixed", "float32", (2, 1, 2), "w8a8"),
 ]  # quantised
 NARROW = [
     ("llama", "float32", (), None, "int8"),

@@ -12,16 +12,18 @@ from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.gather import gather
 from jaxlm.models.doors.logits import is_tied, unembedding, with_traffic
 from jaxlm.models.logical_axes import GATHERED
+from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.partition import mesh_around, partition, rules_around
 from kernels_pallas import linear_cross_entropy
 from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.core.rounding import rounded_rows
 from kernels_pallas.linear_cross_entropy import chunks
 from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
 
 
 def cross_entropy(
     hidden_BTD: jax.Array,
-    table: nnx.Param,
+    table: nnx.Param | QuantizedMatrix,
     targets_BT: jax.Array,
     counted_BT: jax.Array,
     soft_cap: float | None,
@@ -38,18 +40,32 @@ def cross_entropy(
       targets_BT: int32 token ids.
       counted_BT: bool.
     """
-    hidden_BTD = gather(hidden_BTD)
+    hidden_BTD, table = _as_numbers(gather(hidden_BTD), table)
     total, log_z_BT = _cross_entropy(hidden_BTD, table, targets_BT, counted_BT, soft_cap, z_loss, "sum")
     z = jnp.sum(jnp.where(counted_BT, z_loss * jnp.square(log_z_BT), 0.0)) if z_loss else jnp.zeros_like(total)
     return {"loss": total - z if z_loss else total, "z_loss": z}
 
 
 def token_losses(
-    hidden_BTD: jax.Array, table: nnx.Param, targets_BT: jax.Array, counted_BT: jax.Array, soft_cap: float | None
+    hidden_BTD: jax.Array,
+    table: nnx.Param | QuantizedMatrix,
+    targets_BT: jax.Array,
+    counted_BT: jax.Array,
+    soft_cap: float | None,
 ) -> jax.Array:
     """Return the cross-entropy of each target in nats, float32 [B, T], 0 for those that do not count. The arguments are
     those of `cross_entropy`, which costs less where their sum is all that is asked for."""
-    return _cross_entropy(gather(hidden_BTD), table, targets_BT, counted_BT, soft_cap, 0.0, "none")
+    hidden_BTD, table = _as_numbers(gather(hidden_BTD), table)
+    return _cross_entropy(hidden_BTD, table, targets_BT, counted_BT, soft_cap, 0.0, "none")
+
+
+def _as_numbers(hidden_BTD: jax.Array, table: nnx.Param | QuantizedMatrix) -> tuple[jax.Array, nnx.Param]:
+    """Return both in float32, rows rounded as the product with a quantised table rounds them; without one unchanged."""
+    if isinstance(table, nnx.Param):
+        return hidden_BTD, table
+    numbers_BTD, scales_BT1 = rounded_rows(hidden_BTD)
+    whole = nnx.Param(table.widened(), axes=table.axes, inputs=table.inputs, name=table.name)
+    return numbers_BTD * scales_BT1, whole
 
 
 def _signature(

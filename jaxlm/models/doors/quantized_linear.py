@@ -42,7 +42,8 @@ def _signature(
     return Signature(operands, [(y, axes)], options, of=matrix)
 
 
-def _declare(local: Local) -> DoorCost:
+def declare(local: Local) -> DoorCost:
+    """Return the cost of a product of rows with values and scales, and perhaps of adding a bias."""
     x, values, scales, *bias = local.operands
     (y,) = local.results
     inputs, kind = local.options["inputs"], local.options["kind"]
@@ -76,7 +77,7 @@ def _kernel(local: Local) -> str | None:
     return "mosaic_tpu" if is_served else None
 
 
-@door(_signature, _declare, name="quantized_linear")
+@door(_signature, declare, name="quantized_linear")
 def quantized_product(
     x: jax.Array,
     matrix: QuantizedMatrix,
@@ -85,16 +86,21 @@ def quantized_product(
     axes: Axes,
     rows: Axes,
 ) -> jax.Array:
-    """Return x · matrix (+ bias), each device with its own part of the matrix, as `linear` does with one that is not
-    quantised.
+    """Return x · matrix (+ bias), as `linear` does with one that is not quantised."""
+    size = matrix.values[...].shape[1]
+    copies = 1 if num_query_heads is None else kv_heads(size, num_query_heads) // size
+    y = multiplied(x, matrix, rows, copies)
+    return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)
+
+
+def multiplied(x: jax.Array, matrix: QuantizedMatrix, rows: Axes, copies: int = 1) -> jax.Array:
+    """Return x · matrix, outputs so often as there are copies, each device with its own part of the matrix.
 
     The matrix is multiplied by its outputs where the engine keeps it so. Where the mesh divides a matrix's
     inputs but not their groups, each device has all of both. Of "w8a8", where the mesh divides the inputs, each device
     rounds its own part of a row, by that part's scale.
     """
     kept = len(rows)
-    size = matrix.values[...].shape[1]
-    copies = 1 if num_query_heads is None else kv_heads(size, num_query_heads) // size
     values, scales = repeat_heads(matrix.values, 1, copies), repeat_heads(matrix.scales, 1, copies)
     contracted = f"act_{matrix.inputs[0]}"
     of_outputs = tuple(f"act_{axis}" for axis in matrix.outputs)
@@ -120,5 +126,4 @@ def quantized_product(
         (scales, (of_scales, *of_outputs)),
     )
     (y,) = on_each_device(local, *operands, results=[(first, *rows, *of_outputs)])
-    y = jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,)) if parts > 1 else y[0]
-    return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)
+    return jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,)) if parts > 1 else y[0]

@@ -354,6 +354,7 @@ class LoadedModel:
         from jaxlm.inference.engine import Engine
         from jaxlm.inference.grammar import Grammars
 
+        draft = self._draft_model(settings)  # before the weights: what it refuses is said sooner
         self._step, parameters = self._restored
         del self._restored  # the engine keeps weights in a form of its own, and two are too many
         return Engine(
@@ -365,7 +366,7 @@ class LoadedModel:
             stop_token_ids=(self.tokenizer or self.source.text).stop_token_ids,
             grammars=self.tokenizer and Grammars(self.tokenizer, self.config.vocab_size),
             kernels=self.experiment.execution.kernels,
-            draft=self._draft_model(settings),
+            draft=draft,
             quantized=self.quantization,
         )
 
@@ -376,8 +377,15 @@ class LoadedModel:
             return None
         from jaxlm import api
         from jaxlm.inference.draft_model import DraftModel
+        from jaxlm.inference.settings import LOOK_UP
 
-        draft = api.load(settings.speculation.source, dtype=self.dtype, say=self._say)
+        source, drafts = settings.speculation
+        try:
+            draft = api.load(source, dtype=self.dtype, say=self._say)
+        except InputError as error:
+            raise InputError(
+                f"inference.speculate = {source}:{drafts}: {error}; {LOOK_UP}:{drafts} looks drafts up in the text"
+            ) from None
         draft.mesh = self.mesh
         own, its = self.tokenizer, draft.tokenizer
         if own and its:

@@ -46,6 +46,8 @@ class Server:
       name: of the model.
       exact: whether a text's numbers are the same to the bit, whatever is served beside it.
       dtype: that is computed in.
+      quantize: the form of the matrices of layers; None where they are in the dtype.
+      speculate: the name of the source of drafts, with the most drafts in a step; None without drafts.
       layout: the devices along each axis of the mesh.
     """
 
@@ -77,6 +79,7 @@ class Server:
             settings.keys,
         )
         self.dtype, self.layout = served.dtype, served.layout
+        self.quantize, self.speculate = served.quantize, served.speculate
         self._http = DrainingServer(make_app(served, metrics), self._service, settings.drain_seconds)
 
     def run(

@@ -154,9 +154,12 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
         url = url_of(listening)
         if arguments.json:
             line = {"url": url, "model": server.name, "exact": server.exact, "dtype": server.dtype}
+            line |= {"quantize": server.quantize, "speculate": server.speculate}
             print(json.dumps({**line, "mesh": {**server.layout}, "pid": os.getpid()}), flush=True)
             return
-        how = f"{server.dtype}, {server.layout}, exact: {'yes' if server.exact else 'no'}"
+        kept = f", matrices in {server.quantize}" if server.quantize else ""
+        drafts = f", drafts of {server.speculate}" if server.speculate else ""
+        how = f"{server.dtype}{kept}{drafts}, {server.layout}, exact: {'yes' if server.exact else 'no'}"
         _say(f"serving {server.name} at {url}/v1 ({how}); Ctrl-C ends it")
 
     return 130 if server.run(listening, ready=ready) == signal.SIGINT else 0

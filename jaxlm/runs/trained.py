@@ -79,9 +79,8 @@ class RunWeights:
 
         kept = self.run.quantized
         if kept is not None and request.quantized != kept:
-            raise InputError(
-                f"{self.run} is kept in {kept}: leave execution.quantize as it is, or take what it is made of"
-            )
+            cannot = "widened" if request.quantized is None else f"rounded to {request.quantized}"
+            raise InputError(f"{self.run} is kept in {kept}, and cannot be {cannot}; take what it is made of")
         if kept is not None or request.quantized is None:
             return self.restore_tree(model_tree.abstract(request.model, quantized=kept)[1], request)
         # As it is stored, so that numbers are rounded once.

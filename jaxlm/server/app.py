@@ -178,6 +178,8 @@ class _Server:
             "chat": self._served.chat_template is not None,
             "exact": self._served.exact,
             "dtype": self._served.dtype,
+            "quantize": self._served.quantize,
+            "speculate": self._served.speculate,
             "mesh": {**self._served.layout},
         }
         return JSONResponse(body, 200 if status == "ok" else 503)

@@ -18,13 +18,15 @@ class CountedCost(TypedDict):
 
 
 class ModelEntry(TypedDict):
-    """A model: its name, when it was loaded, the most tokens of a text, and what a token costs."""
+    """A model: its name, when it was loaded, the most tokens of a text, the form of quantised matrices, and what a
+    token costs."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    quantize: str | None
     counted: CountedCost | None
 
 
@@ -43,6 +45,7 @@ def model_entry(served: ServedModel) -> ModelEntry:
         "created": served.created,
         "owned_by": "jaxlm",
         "max_model_len": served.longest,
+        "quantize": served.quantize,
         "counted": served.cost and {**served.cost._asdict()},  # type: ignore[typeddict-item]
     }
 

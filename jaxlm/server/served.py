@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import PurePath
 from typing import NamedTuple
 
 from anyio import CapacityLimiter, to_thread
@@ -87,6 +88,18 @@ class ServedModel:
     def dtype(self) -> str:
         """The dtype that is computed in."""
         return str(self.service.engine.runner.programs.dtype)
+
+    @property
+    def quantize(self) -> str | None:
+        """The form of the matrices of layers; None where they are in the dtype."""
+        quantized = self.service.engine.runner.programs.quantized
+        return None if quantized is None else str(quantized)
+
+    @property
+    def speculate(self) -> str | None:
+        """The name of the source of drafts, with the most drafts in a step; None without drafts."""
+        speculation = self.service.engine.settings.speculation
+        return speculation and f"{PurePath(speculation.source).name}:{speculation.drafts}"
 
     @property
     def layout(self) -> Layout:

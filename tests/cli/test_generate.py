@@ -207,6 +207,7 @@ def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
         (["--prompt", "a", "--json-schema", "FOLDER/none"], "none cannot be read, and is no JSON: "),
         (["--prompt", "a", "--json-schema", "FOLDER/odd.jsonl"], "the JSON schema cannot be read: "),
         (["--prompt", "a", "--json-schema", "f", "--regex", "a"], "not allowed with argument"),
+        (["--prompt", "a", "--speculate", "ngrams:2"], "; ngram:2 looks drafts up in the text"),
         (["--json"], "--json is of prompts that are given: add --prompt, --prompts or --token-ids"),
     ],
 )

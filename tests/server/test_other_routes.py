@@ -143,6 +143,8 @@ def test_it_says_that_it_is_well(server):
                 "chat": True,
                 "exact": False,
                 "dtype": "float32",
+                "quantize": None,
+                "speculate": None,
                 "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
             },
         )

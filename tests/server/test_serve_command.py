@@ -107,6 +107,8 @@ def test_it_serves_with_a_key_and_drains(serve, tmp_path):
             "chat": False,
             "exact": True,
             "dtype": "float32",
+            "quantize": None,
+            "speculate": None,
             "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         }
         assert httpx.get(f"{url}/v1/models").status_code == 401

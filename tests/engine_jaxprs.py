@@ -90,7 +90,7 @@ def costs(work: Workload) -> list[JaxprCost]:
     """Return the cost of each step of a workload on one device of its platform, with as many tiles of experts' rows as
     there may be."""
     programs, cache = _programs(work)
-    pages = jax.eval_shape(programs.pages(cache))
+    pages = programs.abstract_pages(cache)
     upcoming, valid = NextTokens.empty(work.batch + 1), np.ones(work.model.vocab_size, bool)
     mesh = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES), abstract_device=CHIPS[work.platform])
     with jax.sharding.use_abstract_mesh(mesh), using_rules(ENGINE), using_kernels(work.execution.kernels):

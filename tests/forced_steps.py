@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
 
 from jaxlm.inference.cache_memory import CacheSize
-from jaxlm.inference.programs import EnginePrograms, compiled_step
+from jaxlm.inference.programs import EnginePrograms, compiled_step, empty_pages
 from jaxlm.inference.ragged_step import NextTokens
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting
@@ -30,8 +29,7 @@ class ForcedSteps:
         groups, sequences = self.programs.layout.groups, settings.slots
         self.cache = CacheSize(pages * settings.page, tuple(1 + pages * sequences for _ in groups))
         self._parameters = self.programs.weights.stored(parameters, mesh, ENGINE)
-        with jax.set_mesh(mesh):
-            self._pages = self.programs.pages(self.cache)()
+        self._pages = empty_pages(self.programs, self.cache)
         self._table = 1 + np.arange(pages * sequences).reshape(sequences, pages)
         self.lengths = np.zeros(sequences, int)
         self._valid = np.ones(model.vocab_size, bool)

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxlm import __version__
-from jaxlm.core import output, plugins
+from jaxlm.core import collector, output, plugins
 from jaxlm.core.errors import InputError, exit_status, in_one_line
 
 
@@ -83,6 +83,7 @@ def _add(commands: Any, module: ModuleType) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
     output.replace_unencodable()
+    collector.begin_rarely()
     try:
         with output.flushed_output():
             chosen = _parse(sys.argv[1:] if arguments is None else arguments)

@@ -195,6 +195,11 @@ def installed_of(modules: Iterable[str]) -> list[Plugin]:
     return [Plugin(module, None) for module in load_installed() if module.partition(".")[0] in packages]
 
 
+def are_imported() -> bool:
+    """Return whether any plug-in is imported."""
+    return bool(_imported or _installed)
+
+
 def files() -> dict[str, str]:
     """Return the files of plug-ins by module, for `add_files` of a process that is spawned."""
     return {module: str(file) for module, file in _finder.files.items()}

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
-from jaxlm.inference.programs import EnginePrograms, compiled_proposal, compiled_step
+from jaxlm.inference.programs import EnginePrograms, compiled_proposal, compiled_step, empty_pages
 from jaxlm.inference.ragged_step import Batch, NextTokens, SlotState
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.config import ModelConfig
@@ -62,8 +61,7 @@ class Drafter:
                 f"give inference.context={longest} (--max-context {longest})"
             )
         self.cache = CacheSize(cache.context, tuple(cache.counts[group] for group in self._groups))
-        with jax.set_mesh(self.programs.mesh):
-            self._pages = self.programs.pages(self.cache)()
+        self._pages = empty_pages(self.programs, self.cache)
 
     def warm(self, shape: StepShape) -> None:
         """Compile the programs that follow a step of a shape."""

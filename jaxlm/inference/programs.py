@@ -154,10 +154,14 @@ class EnginePrograms:
         """Return the shardings of the pages of a cache."""
         return self.layout.shardings(self._page_counts(cache), self.mesh, ENGINE)
 
-    def pages(self, cache: CacheSize) -> Callable[[], Arrays]:
-        """Return a program that makes the pages of a cache, of zeros."""
+    def pages(self, cache: CacheSize) -> MeshProgram:
+        """Return the program that makes the pages of a cache, of zeros."""
         allocate = partial(self.layout.allocate, self._page_counts(cache), self.page_dtype)
-        return jax.jit(allocate, out_shardings=self.page_shardings(cache))
+        return MeshProgram(jax.jit(allocate, out_shardings=self.page_shardings(cache)), (), self.mesh)
+
+    def abstract_pages(self, cache: CacheSize) -> Arrays:
+        """Return the shapes and shardings of the pages of a cache."""
+        return placed(jax.eval_shape(self.pages(cache).function), self.page_shardings(cache))
 
     def empty_state(self) -> SlotState:
         """Return the state of each shard's `slots` slots, and of one for draws of padding, on the host."""
@@ -196,7 +200,7 @@ class EnginePrograms:
 
         on_shards = on_each_shard(step, "batch", (False, True, True, True, False))
         results = StepResults(self._logits(shape.decode).sharding, self.by_shards, *[self._whole] * 4)
-        pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
+        pages = self.abstract_pages(cache)
         batch = self._on_all(self.empty_batch(shape, cache))
         operands = self.abstract_parameters(), pages, self._state.upcoming, batch, self._valid_token_mask
         return self._program(on_shards, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
@@ -235,7 +239,7 @@ class EnginePrograms:
             return propose(self.weights.module(parameters), self.layout, pages, upcoming, how, rows, valid_V)
 
         on_shards = on_each_shard(proposal, "batch", (False, True, True, True, True, False))
-        pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
+        pages = self.abstract_pages(cache)
         rows = self._on_all(self.empty_draft_rows(sequences, cache))
         state = self._state.upcoming, self._state.how
         operands = self.abstract_parameters(), pages, *state, rows, self._valid_token_mask
@@ -247,6 +251,19 @@ class EnginePrograms:
         shape = self.shards * draws, self.model.d_model
         hidden = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.by_shards)
         return self._program(lambda hidden_QD: hidden_QD, (hidden,), out_shardings=self._whole)
+
+    def put(self, field: str) -> MeshProgram:
+        """Return the program that changes a field of `SlotState` for one slot of one shard: in place of the index of
+        the slot, the other shards get one that no slot has. It gives up the field."""
+
+        def put(all: Any, slot_1: jax.Array, one: Any) -> Any:
+            return jax.tree.map(lambda all, one: all.at[slot_1[0]].set(one, mode="drop"), all, one)
+
+        all = getattr(self._state, field)
+        slot = self._on_all(jax.ShapeDtypeStruct((self.shards,), jnp.int32))
+        one = self._on_all(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), all))
+        mapped = on_each_shard(put, "batch", (True, True, False))
+        return self._program(mapped, (all, slot, one), out_shardings=self.by_shards, donate_argnums=0)
 
     def abstract_parameters(self) -> Tree:
         """Return the shapes and shardings of the parameters as they are kept."""
@@ -293,22 +310,33 @@ def _with(sharding: NamedSharding, shapes: Any) -> Any:
 @lru_cache(maxsize=_KEPT)
 def compiled_step(programs: EnginePrograms, cache: CacheSize, shape: StepShape) -> jax.stages.Compiled:
     """Return the compiled step of a shape."""
-    return programs.step(shape, cache).compile()
+    return programs.step(shape, cache).kept("step", programs, shape, cache)
 
 
 @lru_cache(maxsize=_KEPT)
 def compiled_proposal(programs: EnginePrograms, cache: CacheSize, sequences: int) -> jax.stages.Compiled:
     """Return the compiled proposal of drafts for so many sequences."""
-    return programs.proposal(sequences, cache).compile()
+    return programs.proposal(sequences, cache).kept("proposal", programs, sequences, cache)
 
 
 @lru_cache(maxsize=_KEPT)
 def compiled_draw(programs: EnginePrograms, draws: int, *, is_masked: bool = False) -> jax.stages.Compiled:
     """Return the compiled draw of so many tokens."""
-    return programs.draw(draws, is_masked=is_masked).compile()
+    return programs.draw(draws, is_masked=is_masked).kept("draw", programs, draws, is_masked)
 
 
 @lru_cache(maxsize=_KEPT)
 def compiled_gather(programs: EnginePrograms, draws: int) -> jax.stages.Compiled:
     """Return the compiled gathering of the residual before so many draws."""
-    return programs.gather(draws).compile()
+    return programs.gather(draws).kept("gather", programs, draws)
+
+
+@lru_cache(maxsize=_KEPT)
+def compiled_put(programs: EnginePrograms, field: str) -> jax.stages.Compiled:
+    """Return the compiled change of a field of `SlotState` for one slot."""
+    return programs.put(field).kept("put", programs, field)
+
+
+def empty_pages(programs: EnginePrograms, cache: CacheSize) -> Arrays:
+    """Return the pages of a cache, of zeros."""
+    return programs.pages(cache).kept("pages", programs, cache)()

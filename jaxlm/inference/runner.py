@@ -1,29 +1,34 @@
 """The engine on its devices: weights, pages and slots, and steps that are dispatched one ahead of what is read."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxlm.inference.cache_memory import cache_size
 from jaxlm.inference.draft_model import Drafter, DraftModel
 from jaxlm.inference.generation import Chunk, Token
 from jaxlm.inference.pages import PageGroup
-from jaxlm.inference.programs import EnginePrograms, compiled_draw, compiled_gather, compiled_step
+from jaxlm.inference.programs import (
+    EnginePrograms,
+    compiled_draw,
+    compiled_gather,
+    compiled_put,
+    compiled_step,
+    empty_pages,
+)
 from jaxlm.inference.ragged_step import FORESEEN, REFUSED, Batch, DrawResults, DrawRows, StepResults
 from jaxlm.inference.requests import GREEDY, BarredTokens, Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import ShardPlan, StepPlan
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting
 from jaxlm.models.tree import Tree
-from jaxlm.parallel.collectives import on_each_shard
-from jaxlm.parallel.partition import replicated, using_rules
+from jaxlm.parallel.partition import replicated
 from jaxlm.parallel.rules import ENGINE
 
 _ALL_IDS = np.uint32(2**32 - 1)  # of 32
@@ -120,17 +125,16 @@ class Runner:
         )
         if self._drafter:
             self._drafter.allocate(self.cache)
-        with jax.set_mesh(mesh):
-            self._pages = programs.pages(self.cache)()
+        self._pages = empty_pages(programs, self.cache)
         self._state = jax.device_put(programs.empty_state(), programs.by_shards)
         self._how: dict[tuple[int, int], SlotSampling] = {}  # of each slot of a shard
         self._valid_token_mask = jax.device_put(valid_token_mask, replicated(mesh))
         self._shapes = programs.shapes.all(), programs.shapes.all(scores=True)
-        self._put = _put(programs.by_shards)
         # Steps look their programs up by shape alone: comparing models takes time.
         self._step = cache(partial(compiled_step, programs, self.cache))
         self._draw = cache(partial(compiled_draw, programs))
         self._gather = cache(partial(compiled_gather, programs))
+        self._put = cache(partial(compiled_put, programs))
 
     @property
     def chunk_tokens(self) -> int:
@@ -217,25 +221,26 @@ class Runner:
             return
         self._how[slot] = how
         one = jax.tree.map(lambda x: x[0], row_sampling([how.sampling], how.seed, [how.stream], [how.barred]))
-        self._state = self._state._replace(how=self._put_at(slot, self._state.how, one))
+        self._put_at(slot, "how", one)
 
     def _count(self, slot: tuple[int, int], tokens: Sequence[int], prompt: int) -> None:
         """Set the counts of a slot to those of a prompt and what was drawn after it."""
         counts_V = token_counts(tokens[:prompt], tokens[prompt:], self._state.counts_SV.shape[1])
-        self._state = self._state._replace(counts_SV=self._put_at(slot, self._state.counts_SV, counts_V))
+        self._put_at(slot, "counts_SV", counts_V)
 
     def _remember(self, slot: tuple[int, int], tokens: Sequence[int]) -> None:
         """Set the tokens of a slot in which drafts are looked up."""
         if length := self.programs.history:
             history_L = np.zeros(length, np.int32)
             history_L[: len(tokens)] = tokens
-            self._state = self._state._replace(history_SL=self._put_at(slot, self._state.history_SL, history_L))
+            self._put_at(slot, "history_SL", history_L)
 
-    def _put_at(self, slot: tuple[int, int], all: Any, one: Any) -> Any:
+    def _put_at(self, slot: tuple[int, int], field: str, one: Any) -> None:
+        """Set a field of the state of a slot."""
         slot_N = np.full(self.programs.shards, self._slots + 1, np.int32)  # no slot has this index
         slot_N[slot[0]] = slot[1]
-        with jax.set_mesh(self.programs.mesh):
-            return self._put(all, slot_N, one)
+        put = self._put(field)(getattr(self._state, field), slot_N, one)
+        self._state = self._state._replace(**{field: put})
 
     def read(self, step: PendingStep) -> Reading:
         """Wait for a step and return its results."""
@@ -334,18 +339,6 @@ class Runner:
         runs += [(shape, len(tokens) - 1, run) for shape in plain for run in {0, shape.decode - 1}]
         logits = set().union(*(read(*each) for each in runs))
         return len(logits) == len({start for start, _ in logits})
-
-
-@lru_cache
-def _put(sharding: NamedSharding) -> Callable[[Any, np.int32, Any], Any]:
-    """Return a program that changes the state of one slot in the state of all; a shard without that slot gets an index
-    that no slot has."""
-
-    def put(all: Any, slot_1: jax.Array, one: Any) -> Any:
-        return jax.tree.map(lambda all, one: all.at[slot_1[0]].set(one, mode="drop"), all, one)
-
-    mapped = using_rules(ENGINE)(on_each_shard(put, "batch", (True, True, False)))
-    return jax.jit(mapped, donate_argnums=0, out_shardings=sharding)
 
 
 def _padded(rows: int) -> int:

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -50,14 +53,12 @@ class WeightLayout:
     def stored(self, parameters: Tree, mesh: Mesh, rules: Rules) -> Tree:
         """Return the parameters as they are kept, on the mesh as these rules have it."""
 
-        def kept(path: tuple, x: jax.Array) -> jax.Array:
+        def kept(path: tuple, x: jax.Array | np.ndarray) -> jax.Array:
             of = self._dimensions[_name(path)]
             sharding = self._sharding(of, mesh, rules)
             if not self._is_turned(of):
                 return jax.device_put(x, _placement(of, sharding))
-            if of.kept:
-                return _permute(of.shape, of.kept, sharding)(x)
-            return _turn(math.prod(of.shape[i] for i in of.inputs), sharding)(x)
+            return _turned(tree.host_view(x), of, sharding)
 
         return jax.tree_util.tree_map_with_path(kept, tree.unstack_layers(self.model, parameters))
 
@@ -108,20 +109,34 @@ def _placement(of: Dimensions, sharding: NamedSharding) -> NamedSharding | Forma
     return Format(Layout(tuple(range(len(of.shape)))), sharding)
 
 
-@lru_cache
-def _turn(inputs: int, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Return a program that turns matrices of so many inputs: one for all layers."""
-    return jax.jit(lambda x: x.reshape(inputs, -1).T, out_shardings=sharding)
+def _turned(x: jax.Array | np.ndarray, of: Dimensions, sharding: NamedSharding) -> jax.Array:
+    """Return a matrix with its axes in the order that it is kept in. A view of NumPy is turned as it is copied."""
+    if of.kept:
+        own = tuple(size for i, size in enumerate(of.shape) if i in of.kept)
+        among = sorted(of.kept)
+        turn = _Turn(own, tuple(among.index(i) for i in of.kept))
+    else:
+        turn = _Turn((math.prod(of.shape[i] for i in of.inputs), -1), (1, 0))
+    if isinstance(x, np.ndarray):
+        return jax.device_put(turn(x), sharding)
+    return _turning(turn, sharding)(x)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The change of a matrix to a shape, and then to an order of its axes."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def __call__(self, x: Any) -> Any:
+        return x.reshape(self.shape).transpose(self.order)
 
 
 @lru_cache
-def _permute(
-    shape: tuple[int, ...], order: tuple[int, ...], sharding: NamedSharding
-) -> Callable[[jax.Array], jax.Array]:
-    """Return a program that lays out the axes of a layer's matrix in another order: one for all layers."""
-    own = [size for i, size in enumerate(shape) if i in order]
-    among = sorted(order)
-    return jax.jit(lambda x: x.reshape(own).transpose([among.index(i) for i in order]), out_shardings=sharding)
+def _turning(turn: _Turn, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Return the program of a change: one for all layers."""
+    return jax.jit(turn, out_shardings=sharding)
 
 
 def _name(path: tuple) -> str:

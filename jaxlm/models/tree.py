@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -306,20 +307,33 @@ def merged(
 def unstack_layers(model: ModelConfig, parameters: Tree) -> Tree:
     """Return the parameters of a model with each layer by itself, [1, …], under its number.
 
-    A step without a loop over layers would copy each layer from its stack, every time. No buffer is donated.
+    A step without a loop over layers would copy each layer from its stack, every time. No buffer is donated. Layers of
+    arrays on one CPU device are views, of NumPy.
     """
     groups = nnx.merge(*abstract(model)).groups
     layers, unstacked = parameters["layers"], {}
     for name, members in groups.stacks:
         stack = layers if len(groups.stacks) == 1 else layers[name]
-        leaves, structure = jax.tree.flatten(stack)
+        leaves, structure = jax.tree.flatten(jax.tree.map(host_view, stack))
         for i, layer in enumerate(members):
             unstacked[str(layer)] = structure.unflatten([_layer_of(x, i) for x in leaves])
     return {**parameters, "layers": unstacked}
 
 
+def host_view(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Return NumPy's view of an array on one CPU device, which is sliced and turned without a program to be compiled;
+    any other array as it is."""
+    is_view = isinstance(x, jax.Array) and len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu"
+    return np.asarray(x) if is_view else x
+
+
+def _layer_of(stack: jax.Array | np.ndarray, layer: int) -> jax.Array | np.ndarray:
+    """Return a layer of a stack, [1, …]."""
+    return stack[layer : layer + 1] if isinstance(stack, np.ndarray) else _sliced(stack, layer)
+
+
 @jax.jit
-def _layer_of(stack: jax.Array, layer: int) -> jax.Array:
+def _sliced(stack: jax.Array, layer: int) -> jax.Array:
     """Return a layer of a stack, [1, …]: one program for all layers."""
     return jax.lax.dynamic_slice_in_dim(stack, layer, 1)
 

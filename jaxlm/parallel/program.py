@@ -7,6 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxlm.core import kept_programs
+from kernels_pallas.core import interpretation
+
 
 @dataclass(frozen=True)
 class MeshProgram:
@@ -28,6 +31,16 @@ class MeshProgram:
     def compile(self) -> jax.stages.Compiled:
         """Compile the function for the mesh's devices."""
         return self.lower().compile()
+
+    def kept(self, *made_from: Any) -> jax.stages.Compiled:
+        """Return the compiled function, perhaps from an earlier process that kept it (`kept_programs`).
+
+        `made_from`: values whose texts tell all that the function has from elsewhere than its operands and the sources.
+        """
+        leaves, structure = jax.tree.flatten(self.operands)
+        arrays = [(x.shape, x.dtype, x.weak_type, x.format) for x in leaves]
+        described = f"{made_from}\n{self.mesh} {interpretation.current()}\n{structure}\n{arrays}"
+        return kept_programs.compiled(described, list(self.mesh.devices.flat), self.lower)
 
     @property
     def operand_bytes(self) -> int:

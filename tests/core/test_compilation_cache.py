@@ -9,7 +9,7 @@ import jax
 import pytest
 import runs
 
-from jaxlm.core import compilation_cache
+from jaxlm.core import compilation_cache, kept_programs
 
 KEYS = (
     "jax_compilation_cache_dir",
@@ -32,6 +32,7 @@ def enabled(tmp_path, monkeypatch):
         return jax.config.jax_compilation_cache_dir, said
 
     yield enable
+    kept_programs.keep_in(None)
     for key, value in before.items():
         jax.config.update(key, value)
 
@@ -39,7 +40,7 @@ def enabled(tmp_path, monkeypatch):
 def test_its_user_alone_may_read_it_and_its_size_is_bounded(enabled, tmp_path):
     folder, said = enabled()
     assert not said and folder.startswith(str(tmp_path / "jaxlm" / "programs"))
-    for path in (folder, os.path.dirname(folder)):
+    for path in (folder, os.path.dirname(folder), os.path.join(folder, "whole")):
         assert os.stat(path).st_mode & 0o777 == 0o700
     assert 0 < jax.config.jax_compilation_cache_max_size <= 2**31
 
@@ -74,25 +75,23 @@ def test_a_program_that_was_written_in_part_is_removed(enabled):
         Path(folder, name).touch()
     jax.config.update("jax_compilation_cache_dir", None)
     enabled()
-    assert sorted(os.listdir(folder)) == ["whole-atime", "whole-cache"]
+    assert sorted(os.listdir(folder)) == ["whole", "whole-atime", "whole-cache"]
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_nothing(tmp_path):
+def test_a_second_start_lowers_nothing(tmp_path):
     run = runs.untrained(tmp_path / "run", "model.num_layers=1")
     environment = {**runs.environment(), "XDG_CACHE_HOME": str(tmp_path / "home")}
     environment.pop("JAX_COMPILATION_CACHE_DIR")
     asked = ["generate", str(run), "--max-tokens", "5", "--temperature", "0", "--slots", "1", "--prompt"]
-    # However fast this machine compiles them.
-    keeping_all = "from jaxlm.core import compilation_cache; compilation_cache._WORTHWHILE_S = 0.0"
-    program = f"import sys; {keeping_all}; from jaxlm.cli import main; sys.exit(main())"
+    refusing = "import jax; jax.stages.Traced.lower = lambda traced: sys.exit('lowered')"
 
-    def generate(prompt):
-        command = [sys.executable, "-c", program, *asked, prompt]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    def generate(prompt, first=""):
+        command = [sys.executable, "-c", f"import sys; {first}\nfrom jaxlm.cli import main; sys.exit(main())"]
+        done = subprocess.run([*command, *asked, prompt], capture_output=True, text=True, env=environment)
         assert done.returncode == 0 and not done.stderr, done.stderr
-        return {path.name for path in (tmp_path / "home").rglob("*-cache")}
+        return done.stdout
 
-    first = generate("alpha")
-    assert len(first) >= 2  # prefill and decode
-    assert generate("another prompt") == first
+    texts = generate("alpha"), generate("alpha", refusing)
+    assert texts[0] == texts[1]
+    generate("another prompt", refusing)

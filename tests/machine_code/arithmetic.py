@@ -21,6 +21,7 @@ DTYPES = {
     # Two numbers packed in one register.
     **{"bf16x2": np.dtype(np.uint32), "f16x2": np.dtype(np.uint32), "f32x2": np.dtype(np.uint64)},
     "tf32": np.dtype(np.float32),
+    "e4m3x2": np.dtype(np.uint16),  # two numbers of eight bits
 }
 BITS = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
 _PAIRS = {"bf16x2": "bf16", "f16x2": "f16", "f32x2": "f32"}
@@ -232,6 +233,8 @@ def knows(opcode: str, modifiers: tuple[str, ...]) -> bool:
     if source not in DTYPES or not set(before) <= _MODIFIERS.get(opcode, set()):
         return False
     to = before[-1] if opcode == "cvt" else source
+    if "e4m3x2" in modifiers:
+        return opcode == "cvt" and modifiers[-2:] == ("f16x2", "e4m3x2")
     saturates, directed = "sat" in before, not {"rm", "rp", "rz"}.isdisjoint(before)
     if saturates and to not in ("f16", "f32") or saturates and source not in ("f16", "f32"):
         return False
@@ -351,6 +354,9 @@ _WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 def cvt(modifiers: tuple[str, ...], *operands: Any) -> Any:
     """Convert a number to another dtype, cvt.….to.from; or two into one register, the first above the second."""
     to, source = modifiers[-2:]
+    if source == "e4m3x2":
+        both = np.ascontiguousarray(operands[0])[..., None].view(ml_dtypes.float8_e4m3fn)
+        return both.astype(np.float16).view(DTYPES[to])[..., 0]
     if half := _PAIRS.get(to):
         low, high = (_converted(x, half, source, modifiers) for x in reversed(operands))
         return np.stack(np.broadcast_arrays(low, high), axis=-1).view(DTYPES[to])[..., 0]

@@ -86,7 +86,7 @@ class ThreadBlocks:
 
     def width(self, name: str) -> int:
         """Return the width of a register in bits."""
-        return self.kernel.widths[name.rstrip("0123456789") if name.startswith("%") else name]
+        return self.kernel.widths[name]
 
     def value(self, operand: Operand, dtype: np.dtype) -> Any:
         """Return an operand's value: the low bits of a wider register, a narrower one with zeros before its bits."""

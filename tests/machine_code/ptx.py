@@ -59,7 +59,7 @@ class PtxKernel(NamedTuple):
       threads: threads of a block along x, y and z.
       shared: offsets of the arrays in shared memory, by name.
       shared_size: bytes of the arrays with a declared size; `shared_grows` if one gets its size at launch.
-      widths: widths of registers in bits, by name without the number; 1 for predicates.
+      widths: widths of registers in bits, by name; 1 for predicates.
       blocks: basic blocks; one that does not end in a jump falls through to the next.
       labels: index of the basic block that each label precedes, by name.
     """
@@ -119,7 +119,7 @@ def _blocks(body: str) -> tuple[dict[str, int], tuple, dict[str, int]]:
             statement = statement[label.end() :]
         if declared := _REGISTERS.match(statement):
             bits = 1 if declared[1] == "pred" else int(declared[1][1:])
-            widths |= {re.sub(r"<\d+>$", "", name.strip()): bits for name in declared[2].split(",")}
+            widths |= {name: bits for names in declared[2].split(",") for name in _numbered(names.strip())}
         elif statement and not statement.startswith("."):
             instruction = _instruction(statement)
             blocks[-1].append(instruction)
@@ -132,6 +132,12 @@ def _blocks(body: str) -> tuple[dict[str, int], tuple, dict[str, int]]:
         known = (_scoped(name, scope[:depth]) for depth in range(len(scope), -1, -1))
         block[-1] = block[-1]._replace(operands=(next(label for label in known if label in labels),))
     return widths, tuple(map(tuple, blocks)), labels
+
+
+def _numbered(names: str) -> list[str]:
+    """Return the names of registers that are declared together, such as r0 and r1 for r<2>."""
+    name, _, count = names.rstrip(">").partition("<")
+    return [f"{name}{i}" for i in range(int(count))] if count else [name]
 
 
 def _scoped(label: str, scope: tuple[int, ...]) -> str:

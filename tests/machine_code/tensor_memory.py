@@ -100,9 +100,13 @@ class TensorMemory:
             raise NotImplementedError(
                 "cannot emulate tcgen05.mma of sparse, negated or shifted operands, or with results other than float32"
             )
-        if rows != _LANES or None in formats or product.to >> 16:
+        if rows not in (64, _LANES) or None in formats or product.to >> 16:
             raise NotImplementedError(f"cannot emulate tcgen05.mma of {rows} rows in {product.kind}")
-        block, lanes = np.full((1, 1), product.local), np.arange(rows)[:, None]
+        if rows == 64 and product.a_in_tensor_memory:
+            raise NotImplementedError("cannot emulate tcgen05.mma of 64 rows in tensor memory")
+        # Of 64 rows every 16 are in the first half of the lanes that a warp reaches.
+        row = np.arange(rows)[:, None]
+        block, lanes = np.full((1, 1), product.local), row if rows == _LANES else row // 16 * 32 + row % 16
         if product.a_in_tensor_memory:
             words = self._load(block, lanes, (product.a & 0xFFFF) + np.arange(_DEPTH // 4)[None])
             a = numbers(words, formats[0])

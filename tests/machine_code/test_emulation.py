@@ -42,6 +42,11 @@ WORDS = np.uint32([0, 1, 2**31, 2**32 - 1, 0xDEADBEEF, 7])
         ("cvt.rn.f32.s32 %r9, %r1;", [np.int32([-7, 2**24 + 1])], [-7, 2**24]),
         ("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", [FLOATS[:1], FLOATS[1:2]], np.uint32([0x3FC0C010]).view("f4")),
         ("mov.b32 {%rs1, %rs2}, %r1; cvt.f32.bf16 %r9, %rs2;", [np.uint32([0x3FC0C010])], [1.5]),
+        (
+            "mov.b32 {%rs1, %rs2}, %r1; cvt.rn.f16x2.e4m3x2 %r9, %rs1;",  # 448 and −2
+            [np.uint32([0xC07E])],
+            np.uint32([0xC0005F00]).view("f4"),
+        ),
         ("mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r9, {%rs2, %rs1};", [FLOATS[:1]], np.uint32([0x3FC0]).view("f4")),
         ("setp.lt.f32 %p1, %r1, 0f00000000; selp.f32 %r9, 0f3F800000, 0f00000000, %p1;", [FLOATS], FLOATS < 0),
         ("setp.geu.f32 %p1, %r1, 0f00000000; selp.f32 %r9, 0f3F800000, 0f00000000, %p1;", [FLOATS], ~(FLOATS < 0)),
@@ -75,6 +80,11 @@ def test_floating_point(instruction, operands, expected):
         ("bfe.s32 %r9, %r1, 0, 1;", [WORDS], np.where(WORDS & np.uint32(1), np.uint32(2**32 - 1), np.uint32(0))),
         ("prmt.b32 %r9, %r1, %r2, 0x3210;", [WORDS, WORDS[::-1]], WORDS),
         ("prmt.b32 %r9, %r1, 0, 0x4443;", [WORDS], WORDS >> np.uint32(24)),
+        (
+            "{ .reg .b16 a<2>; .reg .b32 a; mov.b32 a, %r1; mov.b32 {a0, a1}, a; mov.b32 %r9, {a1, a0}; }",
+            [WORDS],
+            WORDS << np.uint32(16) | WORDS >> np.uint32(16),
+        ),
         ("lop3.b32 %r9, %r1, %r2, 255, 0x78;", [WORDS, WORDS[::-1]], WORDS ^ (WORDS[::-1] & np.uint32(255))),
         ("not.b32 %r9, %r1;", [WORDS], ~WORDS),
         ("min.s32 %r9, %r1, 5;", [WORDS], np.minimum(WORDS.view("i4"), 5).view("u4")),
@@ -412,6 +422,7 @@ def test_writes_to_registers_of_pending_products_are_found(steps, problem):
         "add.sat.s32 %r1, %r0, 1;",
         "cvt.rn.relu.bf16x2.f32 %r1, %r0, %r0;",
         "cvt.rz.tf32.f32 %r1, %r0;",
+        "cvt.rn.e4m3x2.f32 %r1, %r0;",
         "max.xorsign.abs.f32 %r1, %r0, %r0;",
         "shfl.sync.bfly.b32 %r1, %r0, 1, 31, 1;",
         "elect.sync %r1|%p1, 0xFFFF0000;",

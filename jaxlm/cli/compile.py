@@ -169,8 +169,7 @@ def _print_kernels(report: "Report") -> None:
             table.add(str(count), name)
         _print_table(table)
     table = TextTable([*numbers("time", "count", "FLOP", "bytes", "FLOP/B"), *_WHAT], "longest")
-    longest = sorted(report.kernels, key=report.kernel_seconds, reverse=True)
-    for kernel in longest[:_SHOWN]:
+    for kernel in report.longest_kernels(merged=True)[:_SHOWN]:
         table.add(
             seconds(report.kernel_seconds(kernel)),
             str(kernel.count),

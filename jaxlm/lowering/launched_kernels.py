@@ -5,7 +5,7 @@ Each has its FLOPs and the bytes that it reads and writes in device memory.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -70,6 +70,24 @@ class LaunchedKernel(NamedTuple):
     def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
         """Return the time of all its runs on a roofline with these rates."""
         return self.count * max(self.flops / flops_per_s, self.bytes / bytes_per_s)
+
+
+def alike(kernels: Iterable[LaunchedKernel]) -> list[LaunchedKernel]:
+    """Return kernels with one in place of those that do the same work in other places: of one name but for the scopes
+    around it, kind, source, FLOPs and bytes. It runs as often as all of them, and its name says how many there are."""
+    groups: dict[tuple, list[LaunchedKernel]] = {}
+    for kernel in kernels:
+        key = (kernel.name.rpartition("/")[2], kernel.kind, kernel.source, round(kernel.flops), kernel.bytes)
+        groups.setdefault(key, []).append(kernel)
+    return [
+        group[0]._replace(name=_named(group), count=sum(kernel.count for kernel in group)) for group in groups.values()
+    ]
+
+
+def _named(group: list[LaunchedKernel]) -> str:
+    names = dict.fromkeys(kernel.name for kernel in group)
+    more = f" and {len(names) - 1} alike" if len(names) > 1 else ""
+    return f"{group[0].name}{more}"
 
 
 class Chain(NamedTuple):

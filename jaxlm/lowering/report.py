@@ -128,13 +128,17 @@ class Report:
         """The roofline seconds of all kernels on one device, without those of the draw."""
         return sum(map(self.kernel_seconds, self.kernels))
 
+    def longest_kernels(self, *, merged: bool = False) -> list[LaunchedKernel]:
+        """Return the kernels that take longest first; `merged` with one in place of those that are alike."""
+        kernels = launched_kernels.alike(self.kernels) if merged else self.kernels
+        return sorted(kernels, key=self.kernel_seconds, reverse=True)
+
     def kernel_seconds(self, kernel: LaunchedKernel) -> float:
         """Return the roofline seconds of all its runs on one device."""
         return _roofline(kernel, self.plan)
 
     def row(self) -> dict[str, Any]:
         """Return the report as JSON: `kernels` are Pallas and library calls, `fusions` all kernels, longest first."""
-        longest = sorted(self.kernels, key=self.kernel_seconds, reverse=True)
         return {
             **_step_and_chips(self.plan),
             "compile_s": self.compile_s,
@@ -153,7 +157,7 @@ class Report:
                     "intensity": k.intensity if k.bytes else None,
                     "time_s": self.kernel_seconds(k),
                 }
-                for k in longest
+                for k in self.longest_kernels()
             ],
             "unfused": [
                 {"bytes": chain.bytes, "names": [kernel.name for kernel in chain.kernels]} for chain in self.chains

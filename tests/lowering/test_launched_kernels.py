@@ -42,6 +42,16 @@ def test_what_is_copied_ahead_is_read_by_its_first_reader():
     assert found == [("first", BYTES), ("second", 0), ("third", 2 * BYTES)]
 
 
+def test_kernels_that_do_the_same_work_are_one_with_all_runs():
+    """Others of the same name do more, or something else under another source."""
+    gate = launched_kernels.LaunchedKernel("layers/gate/product", "triton", "a.py:1", 16, 0, 0, 100, 5.0)
+    up, again = gate._replace(name="layers/up/product"), gate._replace(count=1)
+    down, elsewhere = gate._replace(bytes=101), gate._replace(source="b.py:2")
+    other = gate._replace(name="layers/gate/norm")
+    merged = launched_kernels.alike([gate, down, up, elsewhere, again, other])
+    assert merged == [gate._replace(name="layers/gate/product and 1 alike", count=33), down, elsewhere, other]
+
+
 def test_a_slice_that_is_copied_ahead_counts_alone():
     part = "f32[8,32]{1,0:S(1)}"
     found = kernels(

@@ -45,7 +45,7 @@ def paged_attention(
       key: [P, K, H, S], pages of S tokens, of any of these dtypes, or of eight bits with scales; N a multiple of K, as
         in `flash_attention`.
       value: [P, K, S, V] like key. Products contract H of keys and S of values, and are the faster for finding them
-        before the last axis. Or V: a token's value is then the first V channels of its key, and "xla" serves alone.
+        before the last axis. Or V: a token's value is then the first V channels of its key.
       table: int32 [Q, M]: the pages of a sequence's tokens, of which the key at position p lies at index p modulo S of
         page p // S. Entries of pages that nobody sees may be any.
       key_range: int32 [Q, T] each: query t sees the positions from start to before end. One that sees nothing gives
@@ -68,7 +68,7 @@ def paged_attention(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     _check(query, key, value, table, key_range, sinks, key_scales, value_scales)
-    reasons = {name: lambda _, name=name: _unsupported_reason(name, query, value) for name in KERNELS}
+    reasons = {name: lambda _, name=name: KERNELS[name].unsupported_reason(query, key, value) for name in KERNELS}
     chosen = choose("paged_attention", implementation, reasons | {"xla": lambda _: None}, by_name=_UNMEASURED)
     width = value if isinstance(value, int) else value.shape[-1]
     if 0 in (*query.shape[:3], *key.shape, width, *table.shape):  # of nothing there is one result
@@ -78,29 +78,22 @@ def paged_attention(
     attend = (KERNELS | {"reference": reference, "xla": xla})[chosen].paged_attention
     options = {"key_range": KeyRange(*key_range), "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
     if key_scales is not None:
-        options |= {"key_scales": key_scales, "value_scales": key_scales if isinstance(value, int) else value_scales}
+        options |= {"key_scales": key_scales, "value_scales": None if isinstance(value, int) else value_scales}
     return attend(query, key, value, table, **options)
 
 
-def kernel_on(chip: TargetChip, query: Any, value: Any) -> str | None:
+def kernel_on(chip: TargetChip, query: Any, key: Any, value: Any) -> str | None:
     """Return the kernel that None takes on a chip, which need not be here, or None without one.
 
     Args:
-      query, value: arrays, or shapes and dtypes; or the number of a key's channels that are its value.
+      query, key, value: arrays, or shapes and dtypes; of values that are a part of the keys the number of channels.
     """
 
     def unsupported_reason(name: str) -> str | None:
-        return cannot_lower(name, chip) or _unsupported_reason(name, query, value)
+        return cannot_lower(name, chip) or KERNELS[name].unsupported_reason(query, key, value)
 
     name = fastest("paged_attention", unsupported_reason, KERNELS, chip, _UNMEASURED).name
     return name if name in KERNELS else None
-
-
-def _unsupported_reason(name: str, query: Any, value: Any) -> str | None:
-    """Return why a kernel cannot serve a call, or None."""
-    if isinstance(value, int):
-        return "values are a part of the keys"
-    return KERNELS[name].unsupported_reason(query, value)
 
 
 def _check(

@@ -70,6 +70,7 @@ def _case(
 
 _CHIPS = {"page": 128, "pages": 16, "dtypes": ("bfloat16",), "uses": frozenset({"compile", "bench"})}
 
+_LATENTS = {"is_part": True, **_CHIPS}
 _SCALED = {"page": 128, "dtypes": ("float32", "bfloat16")}
 
 CASES = (
@@ -143,7 +144,8 @@ CASES = (
         empty=True,
         options={"soft_cap": 2.0},
     ),
-    _case("values in keys, int8", heads=(6, 1), width=(40, 24), is_part=True, scaled="int8"),
+    _case("values in keys, int8", heads=(6, 1), width=(40, 24), page=128, is_part=True, scaled="int8"),
+    _case("values in keys, pages of 128", heads=(6, 1), width=(40, 24), sinks=True, is_part=True, **_SCALED),
     _case("few tokens, cap, int8", queries=3, empty=True, scaled="int8", options={"soft_cap": 2.0}, **_SCALED),
     _case("tile of a prompt, window, fp8", queries=20, width=(24, 40), window=50, scaled="float8_e4m3fn", **_SCALED),
     _case("wide, sinks, fp8", width=(64, 128), sinks=True, scaled="float8_e4m3fn", **_SCALED),
@@ -170,6 +172,9 @@ CASES = (
         sinks=True,
         **_CHIPS,
     ),
+    _case("latents, 8 × 2048, 16/1 × 576", sequences=8, heads=(16, 1), width=(576, 512), is_part=True, **_CHIPS),
+    _case("latents, 8 × 2048, 128/1 × 576", sequences=8, heads=(128, 1), width=(576, 512), is_part=True, **_CHIPS),
+    _case("latents, 16 tiles of 32, 2048", sequences=16, queries=32, heads=(16, 1), width=(576, 512), **_LATENTS),
     _case("16 tiles of 32, 2048, 32/8 × 128", sequences=16, queries=32, heads=(32, 8), width=(128, 128), **_CHIPS),
 )
 
@@ -179,7 +184,8 @@ def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     kernel = KERNELS.get(implementation)
     if kernel is None:
         return True
-    return "value" in structs and kernel.unsupported_reason(structs["query"], structs["value"]) is None
+    value = case.options.get("value", structs.get("value"))
+    return kernel.unsupported_reason(structs["query"], structs["key"], value) is None
 
 
 OPERATION = KernelOperation(

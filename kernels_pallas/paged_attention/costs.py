@@ -11,6 +11,7 @@ from kernels_pallas.paged_attention.xla import multiplied_by_xla, padded_columns
 # A GPU's kernel splits the keys of few queries: `SPLIT` tokens go to each of `LANES` programs in turn. The keys of a
 # prompt's tile, of which there are several at once, go to one.
 FEW_QUERIES, SPLIT, LANES = 8, 256, 32
+_LATENT_SPLIT = 1024  # of latents, whose sums of many heads are as long as four times as many tokens
 
 # FLOPs for each score between the two products (scale, maximum, difference, exponential, sum), and for a soft cap.
 _SCORE_FLOPS, _CAP_FLOPS = 5, 3
@@ -141,13 +142,19 @@ def launch_costs(
     takes them."""
     if implementation not in ("triton", "mosaic_gpu"):
         return (one_kernel_cost(query, key, value, tokens, soft_cap),)
-    of_lanes = lanes(query.shape[1], tokens)
+    of_lanes = lanes(query.shape[1], tokens, value)
     return lanes_cost(query, key, value, tokens, of_lanes, soft_cap), join_cost(query, _width(value), of_lanes)
 
 
-def lanes(queries: int, tokens: int) -> int:
+def split_of(value: Any) -> int:
+    """Return the tokens that a program takes in turn; `value` may be the number of a key's channels that are its
+    value."""
+    return _LATENT_SPLIT if isinstance(value, int) else SPLIT
+
+
+def lanes(queries: int, tokens: int, value: Any) -> int:
     """Return the programs among which a sequence of this many tokens is split, for so many queries of it."""
-    return min(LANES, -(-tokens // SPLIT)) if queries <= FEW_QUERIES else 1
+    return min(LANES, -(-tokens // split_of(value))) if queries <= FEW_QUERIES else 1
 
 
 def one_kernel_cost(

@@ -25,8 +25,10 @@ KEYS = 64  # of a tile
 _MOST_STAGES = 4
 
 
-def unsupported_reason(query: Any, value: Any) -> str | None:
+def unsupported_reason(query: Any, key: Any, value: Any) -> str | None:
     """Return why this kernel cannot serve a call, or None."""
+    if isinstance(value, int):
+        return "values are a part of the keys"
     (*_, size, V), H = value.shape, query.shape[-1]
     if query.dtype not in ("bfloat16", "float16") or query.dtype != value.dtype:
         return f"it multiplies bfloat16 and float16, not {query.dtype} and {value.dtype}"
@@ -66,7 +68,7 @@ def _sums_of_lanes(
     weighted sum of values [Q, L, K, R, V], in float32; R is a multiple of 8, and of 64 where blocks are several."""
     (Q, T, N, H), (_, K, S, V), (_, M) = query.shape, value.shape, table.shape
     G, R = N // K, T * N // K
-    L, blocks = lanes(T, M * S), pl.cdiv(R, ROWS)
+    L, blocks = lanes(T, M * S, value), pl.cdiv(R, ROWS)
     rows = min(extent(R, 8), ROWS)  # of a block, those that are loaded and written; others hold anything
     query_QKRH = jnp.pad(by_key_head(query, K), [(0, 0), (0, 0), (0, blocks * rows - R), (0, 0)])
     start, end = (

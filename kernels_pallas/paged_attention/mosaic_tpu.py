@@ -20,7 +20,7 @@ from kernels_pallas.paged_attention.costs import one_kernel_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head, by_token, sinks_by_row
 from kernels_pallas.paged_attention.scales import multiplied
 
-MOST_WIDTH = 256
+MOST_WIDTH, MOST_LATENT = 256, 768  # of keys and values, and of keys of which values are a part
 MOST_TOKENS = 1024  # of a page, of which VMEM holds two
 TILE = 16  # rows of a vector of bfloat16: queries are padded to multiples
 AT_ONCE = 128  # rows of heads that are computed together, so that some hide the latency of others
@@ -41,13 +41,14 @@ class PagedTpuBlocks(NamedTuple):
 _DEFAULT, _INTERPRETED = PagedTpuBlocks(256, 512), PagedTpuBlocks(16, 256)
 
 
-def unsupported_reason(query: Any, value: Any) -> str | None:
+def unsupported_reason(query: Any, key: Any, value: Any) -> str | None:
     """Return why this kernel cannot serve a call, or None."""
-    (*_, size, V), H = value.shape, query.shape[-1]
-    if jnp.float16 in (query.dtype, value.dtype):
+    (*_, size), H = key.shape, query.shape[-1]
+    V, most = (value, MOST_LATENT) if isinstance(value, int) else (value.shape[3], MOST_WIDTH)
+    if jnp.float16 in (query.dtype, key.dtype):
         return "TPUs have no float16"
-    if not 0 < min(H, V) <= max(H, V) <= MOST_WIDTH:
-        return f"head widths {H} and {V} are not both from 1 to {MOST_WIDTH}"
+    if not 0 < min(H, V) <= max(H, V) <= most:
+        return f"head widths {H} and {V} are not both from 1 to {most}"
     if size % LANES or size > MOST_TOKENS:
         return f"pages of {size} tokens are no multiple of {LANES} up to {MOST_TOKENS}"
     return None
@@ -56,7 +57,7 @@ def unsupported_reason(query: Any, value: Any) -> str | None:
 def paged_attention(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     *,
     key_range: KeyRange,
@@ -97,8 +98,9 @@ class _Layout(NamedTuple):
     vmem: int
 
 
-def _layout(R: int, K: int, S: int, H: int, V: int, wide: Any, pages: Any) -> _Layout:
+def _layout(R: int, K: int, S: int, H: int, V: int, wide: Any, pages: Any, is_part: bool) -> _Layout:
     """Return the layout for R rows of each of K heads, multiplied in the dtype `wide`, and pages of another dtype.
+    `is_part`: values are a part of the keys.
 
     A program has as many heads as fit the VMEM that every generation grants, and each core some of them."""
     sizes = tuning.blocks(
@@ -107,7 +109,7 @@ def _layout(R: int, K: int, S: int, H: int, V: int, wide: Any, pages: Any) -> _L
     rows = min(pl.cdiv(R, TILE), max(1, sizes.rows // TILE)) * TILE
     in_block = max(1, sizes.keys // S)
     H, V = (pl.cdiv(width, LANES) * LANES for width in (H, V))
-    of_token = (H + V) * pages.itemsize + _SCALE_BYTES * (pages.itemsize == 1)
+    of_token = (H if is_part else H + V) * pages.itemsize + _SCALE_BYTES * (pages.itemsize == 1)
     of_head = 2 * in_block * S * of_token + rows * (2 * (H + V) * wide.itemsize + 4 * V + 2 * 4 * LANES)
     together = max(1, AT_ONCE // rows)
     beside = 4 * rows * (4 * LANES + _INTERMEDIATES * together * in_block * S)
@@ -120,24 +122,25 @@ def _attended(
     settings: FlashSettings,
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     key_range: KeyRange,
     sinks: jax.Array | None,
     of_scales: list[jax.Array],
 ) -> jax.Array:
     """Return the attended values [Q, T, N, V] of sequences whose table fits scalar memory."""
-    (Q, T, N, H), (_, K, S, V), M = query.shape, value.shape, table.shape[1]
+    (Q, T, N, H), (_, K, _, S), M = query.shape, key.shape, table.shape[1]
+    is_part = isinstance(value, int)
+    V = value if is_part else value.shape[3]
     G, R = N // K, T * N // K
     wide = multiplied(query, key)
-    rows, heads, together, in_block, vmem = _layout(R, K, S, H, V, wide, key.dtype)
+    rows, heads, together, in_block, vmem = _layout(R, K, S, H, V, wide, key.dtype, is_part)
     cost = one_kernel_cost(query, key, value, M * S, settings.soft_cap)
     tokens, blocks = in_block * S, pl.cdiv(R, rows)
     more = blocks * rows - R
     # XLA lays pages of values out with tokens along the lanes, as those of keys, unless their width fills them.
-    tokens_last = bool(V % LANES)
-    if tokens_last:
-        value = jnp.swapaxes(value, 2, 3)
+    tokens_last = is_part or bool(V % LANES)
+    values = [] if is_part else [jnp.swapaxes(value, 2, 3) if tokens_last else value]
     query_QKRH = jnp.pad(by_key_head(query, K).astype(wide), [(0, 0), (0, 0), (0, more), (0, 0)])
     start_QT, end_QT = key_range.start, jnp.minimum(key_range.end, M * S)
     bounds_QR1 = [jnp.pad(jnp.repeat(x, G, axis=1), [(0, 0), (0, more)])[:, :, None] for x in (start_QT, end_QT)]
@@ -149,11 +152,13 @@ def _attended(
     before_Q = jnp.cumsum(blocks_Q) - blocks_Q
     scalars = [x.astype(jnp.int32) for x in (table.reshape(-1), first_Q, last_Q, blocks_Q, before_Q)]
 
-    inputs = len(of_scales) + len(sinks_KR1)
+    pages = [key, *values, *of_scales]
+    paged, inputs = len(pages), len(pages) + len(sinks_KR1)
 
-    def kernel(table, first, last, count, before, query, start, end, key, value, *refs) -> None:
-        given, (out, keys, values, arrived, top, total, acc, *scale_buffers) = refs[:inputs], refs[inputs:]
-        in_pages, sink = given[: len(of_scales)], given[len(of_scales) :]
+    def kernel(table, first, last, count, before, query, start, end, *refs) -> None:
+        # Pages in HBM and their buffers: of keys, of values that are apart, and of scales.
+        in_pages, sink, (out, arrived, top, total, acc, *buffers) = refs[:paged], refs[paged:inputs], refs[inputs:]
+        keys, value_buffer, scale_buffers = buffers[0], buffers[len(values)], buffers[1 + len(values) :]
         own_heads, q = pl.ds(pl.program_id(0) * heads, heads), pl.program_id(2)
 
         def each_copy(q: jax.Array, block: jax.Array, buffer: jax.Array, do: Callable[[Any], None]) -> None:
@@ -164,13 +169,10 @@ def _attended(
                 @pl.when((first[q] < (page + 1) * S) & (page * S < last[q]))
                 def _(page: jax.Array = page, part: Any = part) -> None:
                     index = table[q * M + page]
-                    of_keys = keys.at[buffer, :, :, part]
-                    of_values = values.at[buffer, :, :, part] if tokens_last else values.at[buffer, :, part]
-                    do(launch.copy(key.at[index, own_heads], of_keys, arrived.at[buffer, 0]))
-                    do(launch.copy(value.at[index, own_heads], of_values, arrived.at[buffer, 1]))
-                    for i, (scale, kept) in enumerate(zip(in_pages, scale_buffers, strict=True)):
-                        of_tokens = kept.at[buffer, :, :, part]
-                        do(launch.copy(scale.at[index, own_heads], of_tokens, arrived.at[buffer, 2 + i]))
+                    for kind, (stored, kept) in enumerate(zip(in_pages, buffers, strict=True)):
+                        tokens_in_rows = kind == 1 and bool(values) and not tokens_last
+                        into = kept.at[buffer, :, part] if tokens_in_rows else kept.at[buffer, :, :, part]
+                        do(launch.copy(stored.at[index, own_heads], into, arrived.at[buffer, kind]))
 
         @pl.when((count[q] > 0) & ((q == 0) | (count[jnp.maximum(q - 1, 0)] == 0)))
         def _() -> None:
@@ -202,15 +204,11 @@ def _attended(
             @pl.when((block * tokens < first[q]) | (last[q] < (block + 1) * tokens))
             def _() -> None:
                 # Tokens that are not copied, and the rest of a page, may be anything, also NaN: 0 · NaN is no 0.
-                position = block * tokens + jax.lax.broadcasted_iota(jnp.int32, values.shape[2:], int(tokens_last))
-                is_own = (first[q] <= position) & (position < last[q])
-                for k in range(heads):
-                    values[buffer, k] = jnp.where(is_own, values[buffer, k], jnp.zeros((), values.dtype))
-                for kept in scale_buffers[1:]:
-                    position = block * tokens + jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1)
+                for kept, axis in ((value_buffer, int(tokens_last)), *((each, 1) for each in scale_buffers[-1:])):
+                    position = block * tokens + jax.lax.broadcasted_iota(jnp.int32, kept.shape[2:], axis)
                     is_own = (first[q] <= position) & (position < last[q])
                     for k in range(heads):
-                        kept[buffer, k] = jnp.where(is_own, kept[buffer, k], 0.0)
+                        kept[buffer, k] = jnp.where(is_own, kept[buffer, k], jnp.zeros((), kept.dtype))
 
             for at in range(0, heads, together):
                 some = range(at, min(at + together, heads))
@@ -223,9 +221,10 @@ def _attended(
                 highest = top[group]
                 higher = jnp.maximum(highest, jnp.max(scores, axis=2, keepdims=True) * factor)
                 kept, weights = jnp.exp2(highest - higher), jnp.exp2(scores * factor - higher)
-                scaled = weights * scale_buffers[1][buffer, group] if of_scales else weights
-                narrow = scaled.astype(wide if of_scales else value.dtype)
-                numbers = [widened(values[buffer, k]) if of_scales else values[buffer, k] for k in some]
+                scaled = weights * scale_buffers[-1][buffer, group] if of_scales else weights
+                narrow = scaled.astype(wide if of_scales else key.dtype)
+                numbers = [value_buffer[buffer, k, :V] if is_part else value_buffer[buffer, k] for k in some]
+                numbers = [widened(each) if of_scales else each for each in numbers]
                 attended = [dot(narrow[k - at], numbers[k - at], (1, int(tokens_last))) for k in some]
                 total[group] = total[group] * kept + jnp.sum(weights, axis=2, keepdims=True)
                 acc[group] = acc[group] * kept + jnp.stack(attended)
@@ -246,17 +245,17 @@ def _attended(
     of_sinks = pl.BlockSpec((heads, rows, 1), lambda k, b, q, *_: (k, b, 0))
     (out_QKRV,) = launch.call(
         kernel,
-        [*scalars, query_QKRH, *bounds_QR1, key, value, *of_scales, *sinks_KR1],
+        [*scalars, query_QKRH, *bounds_QR1, *pages, *sinks_KR1],
         [jax.ShapeDtypeStruct((Q, K, blocks * rows, V), query.dtype)],
         params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary"), vmem),
         grid=(K // heads, blocks, Q),
-        in_specs=[of_rows(H), bound, bound, *[launch.hbm()] * (2 + len(of_scales)), *[of_sinks] * len(sinks_KR1)],
+        in_specs=[of_rows(H), bound, bound, *[launch.hbm()] * paged, *[of_sinks] * len(sinks_KR1)],
         out_specs=[of_rows(V)],
         scratch=[
-            launch.vmem((2, heads, H, tokens), key.dtype),
-            launch.vmem((2, heads, *((V, tokens) if tokens_last else (tokens, V))), value.dtype),
-            launch.copy_semaphores((2, 2 + len(of_scales))),
+            launch.copy_semaphores((2, paged)),
             *[launch.vmem((heads, rows, width), jnp.float32) for width in (1, 1, V)],
+            launch.vmem((2, heads, H, tokens), key.dtype),
+            *[launch.vmem((2, heads, *((V, tokens) if tokens_last else (tokens, V))), key.dtype) for _ in values],
             *[launch.vmem((2, heads, 1, tokens), jnp.float32) for _ in of_scales],
         ],
         prefetched=len(scalars),

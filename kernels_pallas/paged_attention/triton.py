@@ -6,6 +6,8 @@ row is computed and added up in one order. One launch gives the sums of each lan
 has one lane.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,11 +19,11 @@ from kernels_pallas.core import interpretation, launch, target, tuning
 from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.attention.scores import LOG2_E, LOWEST, FlashSettings, dot, tanh_by_exp2
 from kernels_pallas.core.fp8 import from_bytes, is_converted
-from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost
+from kernels_pallas.paged_attention.costs import FEW_QUERIES, LANES, SPLIT, join_cost, lanes, lanes_cost, split_of
 from kernels_pallas.paged_attention.key_heads import by_key_head
 from kernels_pallas.paged_attention.scales import multiplied
 
-MOST_WIDTH = 256
+MOST_WIDTH, MOST_LATENT = 256, 512
 TILE = 16  # of a matrix unit: pages are multiples
 
 
@@ -43,14 +45,18 @@ class PagedJoinBlocks(NamedTuple):
 
 # Defaults until sizes are measured.
 _NARROW, _FLOAT32 = PagedTritonBlocks(64, 64, 4, 3), PagedTritonBlocks(32, 32, 4, 2)
+_LATENT, _LATENT_FLOAT32 = PagedTritonBlocks(32, 32, 8, 2), PagedTritonBlocks(16, 16, 8, 2)
 _INTERPRETED = PagedTritonBlocks(16, 16, 4, 1)
 
 
-def unsupported_reason(query: Any, value: Any) -> str | None:
+def unsupported_reason(query: Any, key: Any, value: Any) -> str | None:
     """Return why these kernels cannot serve a call, or None."""
-    (*_, size, V), H = value.shape, query.shape[-1]
-    if not 0 < min(H, V) <= max(H, V) <= MOST_WIDTH:
-        return f"head widths {H} and {V} are not both from 1 to {MOST_WIDTH}"
+    (*_, size), H = key.shape, query.shape[-1]
+    if isinstance(value, int):
+        if not 0 < value <= MOST_LATENT or H - value > MOST_WIDTH:
+            return f"values are {value} of {H} channels of keys: more than {MOST_LATENT}, or than {MOST_WIDTH} beside"
+    elif not 0 < min(H, value.shape[3]) <= max(H, value.shape[3]) <= MOST_WIDTH:
+        return f"head widths {H} and {value.shape[3]} are not both from 1 to {MOST_WIDTH}"
     if size % TILE:
         return f"pages of {size} tokens are no multiple of {TILE}"
     return None
@@ -59,7 +65,7 @@ def unsupported_reason(query: Any, value: Any) -> str | None:
 def paged_attention(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     *,
     key_range: KeyRange,
@@ -80,7 +86,7 @@ def _sums_of_lanes(
     settings: FlashSettings,
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | int,
     table: jax.Array,
     key_range: KeyRange,
     key_scales: jax.Array | None,
@@ -88,32 +94,41 @@ def _sums_of_lanes(
 ) -> list[jax.Array]:
     """Return, of the keys of each lane, the largest score and the sum of weights, [Q, K, L, R], and the weighted sum of
     values [Q, K, L, R, V], in float32."""
-    (Q, T, N, H), (P, K, S, V), (_, M) = query.shape, value.shape, table.shape
+    (Q, T, N, H), (P, K, _, S), (_, M) = query.shape, key.shape, table.shape
+    is_part = isinstance(value, int)
+    V = value if is_part else value.shape[3]
     G, R = N // K, T * N // K
     query_QKRH = by_key_head(query, K)
     ranges_QR = [jnp.repeat(x, G, axis=1) for x in key_range]
     wide = multiplied(query, key)
-    default = _INTERPRETED if interpretation.current() else _FLOAT32 if wide.itemsize == 4 else _NARROW
+    in_float32, of_bits = (_LATENT_FLOAT32, _LATENT) if is_part else (_FLOAT32, _NARROW)
+    default = _INTERPRETED if interpretation.current() else in_float32 if wide.itemsize == 4 else of_bits
     sizes = tuning.blocks("paged_attention", "triton", (R, H, V), wide, default)
     rows = min(max(TILE, pl.next_power_of_2(R)), sizes.rows)
-    keys = min(S & -S, sizes.keys, SPLIT)
-    blocks, L = pl.cdiv(R, rows), lanes(T, M * S)
+    keys, split = min(S & -S, sizes.keys, SPLIT), split_of(value)
+    blocks, L = pl.cdiv(R, rows), lanes(T, M * S, value)
+    values = [] if is_part else [value]
     scales_PKS = [each[:, :, 0] for each in (key_scales, value_scales) if each is not None]
-    in_split = (SPLIT if T <= FEW_QUERIES else M * S) // keys
-    round_trip = in_split * LANES
-    widths = {"H": pl.next_power_of_2(max(H, TILE)), "V": pl.next_power_of_2(max(V, TILE))}
+    in_split = (split if T <= FEW_QUERIES else M * S) // keys
+    round_trip, in_page = in_split * LANES, S // keys
+    padded_V = pl.next_power_of_2(max(V, TILE))
+    # The channels of keys that are values come first, in a part of their own.
+    channels = [(first, size) for first, size in ([(0, V), (V, H - V)] if is_part else [(0, H)]) if size]
+    parts = [_ChannelPart(first, size, pl.next_power_of_2(max(size, TILE))) for first, size in channels]
+    padded_H = max(part.first + part.padded for part in parts)
 
     chip = target.current()
     by_bytes = key.dtype == jnp.float8_e4m3fn and chip.platform == "gpu" and not is_converted(chip.compute_capability)
     if by_bytes:
-        key, value = (jax.lax.bitcast_convert_type(x, jnp.int8) for x in (key, value))
+        key, *values = (jax.lax.bitcast_convert_type(x, jnp.int8) for x in (key, *values))
 
     def widened(numbers: jax.Array) -> jax.Array:
         """Return numbers of pages in the dtype `wide`."""
         return (from_bytes(numbers) if by_bytes else numbers).astype(wide)
 
-    def kernel(query, key, value, table, start, end, *refs) -> None:
-        *of_scales, largest, total, attended = refs
+    def kernel(query, key, table, start, end, *refs) -> None:
+        *others, largest, total, attended = refs
+        value, of_scales = others[: len(values)], others[len(values) :]
         lane, row = pl.program_id(0), pl.program_id(1) % blocks * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
         is_row = row < R
         start, end = launch.load(start.at[:], is_row), launch.load(end.at[:], is_row)
@@ -125,19 +140,20 @@ def _sums_of_lanes(
             """Return the number of the lane's tiles of keys in front of a tile."""
             return tile // round_trip * in_split + jnp.clip(tile % round_trip - lane * in_split, 0, in_split)
 
-        query = _columns(query, is_row, H, widths["H"]).astype(wide)
+        queries = [_columns(query, is_row, part).astype(wide) for part in parts]
 
         def step(i: jax.Array, carry: tuple) -> tuple:
             highest, weight_sum, value_sum = carry
             tile = i // in_split * round_trip + lane * in_split + i % in_split
-            page, at = table[tile * keys // S], pl.ds(tile * keys % S, keys)
+            # By `div` and `rem` Triton sees that a tile begins at a multiple of its tokens, and loads several at once.
+            page = table[jax.lax.div(tile, in_page)]
+            at = pl.ds(jax.lax.rem(tile, in_page) * keys, keys)
             index = tile * keys + jax.lax.broadcasted_iota(jnp.int32, (keys,), 0)
-            channel = jax.lax.broadcasted_iota(jnp.int32, (widths["H"], keys), 0)
-            key_HS = launch.load(key.at[page, pl.ds(0, widths["H"]), at], channel < H if H < widths["H"] else None)
-            scores = dot(query, widened(key_HS), (1, 0))
+            keys_of = [widened(_channels(key, part, keys, page, at)) for part in parts]
+            products = [dot(part, key_HS, (1, 0)) for part, key_HS in zip(queries, keys_of, strict=True)]
+            scores = functools.reduce(operator.add, products)
             if of_scales:
-                key_scale, value_scale = (ref.at[page, at] for ref in of_scales)
-                scores = scores * launch.load(key_scale)[None]
+                scores = scores * launch.load(of_scales[0].at[page, at])[None]
             values, factor, _ = settings.factored(scores, None, tanh_by_exp2)
             seen = is_seeing[:, None] & (start[:, None] <= index[None]) & (index[None] < end[:, None])
             values = jnp.where(seen, values, -jnp.inf)
@@ -145,14 +161,19 @@ def _sums_of_lanes(
             kept, weights = jnp.exp2(highest - higher), jnp.exp2(values * factor - higher[:, None])
             # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
             is_own = (first <= index) & (index < last)
-            value_SV, weight_sum = _columns(value, is_own, V, widths["V"], page, at), weight_sum * kept
-            weight_sum += jnp.sum(weights, axis=1)
+            weight_sum = weight_sum * kept + jnp.sum(weights, axis=1)
             if of_scales:
-                weights, value_SV = weights * launch.load(value_scale, is_own)[None], widened(value_SV)
-            product = dot(weights.astype(value_SV.dtype), value_SV, (1, 0))
+                weights = weights * launch.load(of_scales[-1].at[page, at], is_own)[None]
+            if is_part:
+                value_VS = jnp.where(is_own[None], keys_of[0], jnp.zeros((), wide))
+                product = dot(weights.astype(wide), value_VS, (1, 1))
+            else:
+                value_SV = _columns(value[0], is_own, _ChannelPart(0, V, padded_V), page, at)
+                value_SV = widened(value_SV) if of_scales else value_SV
+                product = dot(weights.astype(value_SV.dtype), value_SV, (1, 0))
             return higher, weight_sum, value_sum * kept[:, None] + product
 
-        begins = jnp.full((rows,), LOWEST), jnp.zeros((rows,)), jnp.zeros((rows, widths["V"]))
+        begins = jnp.full((rows,), LOWEST), jnp.zeros((rows,)), jnp.zeros((rows, padded_V))
         bounds = tiles_before(first // keys), tiles_before(pl.cdiv(last, keys))
         highest, weight_sum, value_sum = jax.lax.fori_loop(*bounds, step, begins)
         launch.store(largest.at[:], highest, is_row)
@@ -167,23 +188,23 @@ def _sums_of_lanes(
     sum_spec = spec((None, None, None, rows), lambda lane, k, b, q: (q, k, lane, b))
     return launch.call(
         kernel,
-        [query_QKRH, key, value, table, *ranges_QR, *scales_PKS],
+        [query_QKRH, key, table, *ranges_QR, *values, *scales_PKS],
         [jax.ShapeDtypeStruct((Q, K, L, R, *more), jnp.float32) for more in ((), (), (V,))],
         params=launch.triton(sizes.warps, sizes.stages),
         grid=(L, K * blocks, Q),
         in_specs=[
-            spec((None, None, rows, widths["H"]), lambda lane, k, b, q: (q, k, b, 0)),
-            spec((P, None, widths["H"], S), lambda lane, k, b, q: (0, k, 0, 0)),
-            spec((P, None, S, widths["V"]), lambda lane, k, b, q: (0, k, 0, 0)),
+            spec((None, None, rows, padded_H), lambda lane, k, b, q: (q, k, b, 0)),
+            spec((P, None, padded_H, S), lambda lane, k, b, q: (0, k, 0, 0)),
             spec((None, M), lambda lane, k, b, q: (q, 0)),
             range_spec,
             range_spec,
+            *[spec((P, None, S, padded_V), lambda lane, k, b, q: (0, k, 0, 0)) for _ in values],
             *[spec((P, None, S), lambda lane, k, b, q: (0, k, 0)) for _ in scales_PKS],
         ],
         out_specs=[
             sum_spec,
             sum_spec,
-            spec((None, None, None, rows, widths["V"]), lambda lane, k, b, q: (q, k, lane, b, 0)),
+            spec((None, None, None, rows, padded_V), lambda lane, k, b, q: (q, k, lane, b, 0)),
         ],
         cost=lanes_cost(query, key, value, M * S, L, settings.soft_cap),
         name="paged_attention",
@@ -209,7 +230,7 @@ def _joined(sums: list[jax.Array], query: jax.Array, sinks: jax.Array | None) ->
             score = sink[0][0].astype(jnp.float32) * LOG2_E
             highest = jnp.maximum(highest, score)
         weight = jnp.exp2(largest - highest)
-        attended = _columns(attended, total > 0, V, width)
+        attended = _columns(attended, total > 0, _ChannelPart(0, V, width))
         whole = jnp.sum(total * weight)
         if sink:
             whole += jnp.exp2(score - highest)
@@ -236,11 +257,26 @@ def _joined(sums: list[jax.Array], query: jax.Array, sinks: jax.Array | None) ->
     return out_QTKGV.reshape(Q, T, K * G, V)
 
 
-def _columns(ref: Any, is_row: jax.Array, width: int, columns: int, *at: Any) -> jax.Array:
-    """Load rows, at these indices of a reference or all, with zeros in rows that are not asked for and beyond the
-    width."""
-    shape = *is_row.shape, columns
+class _ChannelPart(NamedTuple):
+    """Channels of a head that are loaded together: `size` of them from `first` on, padded to a power of two."""
+
+    first: int
+    size: int
+    padded: int
+
+
+def _columns(ref: Any, is_row: jax.Array, part: _ChannelPart, *at: Any) -> jax.Array:
+    """Load rows [·, padded] of a part, at these indices of a reference or all, with zeros in rows that are not asked
+    for and in padding."""
+    shape = *is_row.shape, part.padded
     mask = jnp.broadcast_to(is_row[:, None], shape)
-    if width < columns:
-        mask &= jax.lax.broadcasted_iota(jnp.int32, shape, 1) < width
-    return launch.load(ref.at[(*(at or (slice(None),)), pl.ds(0, columns))], mask)
+    if part.size < part.padded:
+        mask &= jax.lax.broadcasted_iota(jnp.int32, shape, 1) < part.size
+    return launch.load(ref.at[(*(at or (slice(None),)), pl.ds(part.first, part.padded))], mask)
+
+
+def _channels(ref: Any, part: _ChannelPart, tokens: int, page: Any, at: Any) -> jax.Array:
+    """Load the channels of a part [padded, tokens] of tokens of a page, with zeros in padding."""
+    channel = jax.lax.broadcasted_iota(jnp.int32, (part.padded, tokens), 0)
+    mask = channel < part.size if part.size < part.padded else None
+    return launch.load(ref.at[page, pl.ds(part.first, part.padded), at], mask)

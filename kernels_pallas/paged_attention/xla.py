@@ -125,10 +125,11 @@ class _Pages(NamedTuple):
         """Return the page of each sequence that `take` takes of an array of pages."""
         key = take(self.key)
         value = _part(key, self.value) if isinstance(self.value, int) else take(self.value)
-        if self.key_scales is None or self.value_scales is None:
+        if self.key_scales is None:
             return _PageOfEach(key, value, None, None)
-        scales = take(self.key_scales), take(self.value_scales)
-        return _PageOfEach(key.astype(self.dtype), value.astype(self.dtype), *scales)
+        of_key = take(self.key_scales)
+        of_value = of_key if self.value_scales is None else take(self.value_scales)
+        return _PageOfEach(key.astype(self.dtype), value.astype(self.dtype), of_key, of_value)
 
 
 def multiplied_by_xla(query: Any, key: Any, platform: str | None) -> jnp.dtype:

@@ -79,6 +79,8 @@ SAMPLE = {
         "tile of a prompt, window, cap, pages of 128-float32": "mosaic_tpu",
         "few tokens, cap, int8-float32": "triton",
         "tile of a prompt, window, fp8-bfloat16": "mosaic_tpu",
+        "values in keys, int8-float32": "mosaic_tpu",
+        "values in keys, pages of 128-bfloat16": "triton",
     },
 }
 

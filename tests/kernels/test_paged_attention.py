@@ -120,7 +120,7 @@ def test_rows_depend_on_their_own_sequence_alone_to_the_bit(name, sinks):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_that_are_a_part_of_the_keys_are_those_values_to_the_bit(dtype):
-    """Promises of rows then hold for them too; beside NaN in what nobody sees."""
+    """By XLA: promises of rows then hold for them too; beside NaN in what nobody sees."""
     (key, _, query), seen = drawn(3, dtype), ranges(*SEEN)
     q, width = query(3, 2), 5
     apart = jnp.swapaxes(key[:, :, :width], 2, 3)
@@ -200,11 +200,35 @@ def test_bytes_are_the_numbers_of_float8_e4m3fn():
     np.testing.assert_array_equal(from_bytes(jnp.asarray(every.view(np.int8))), expected)
 
 
+@pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
+def test_rows_of_latents_depend_on_their_own_sequence_alone_to_the_bit(name):
+    """Beside others or alone, in other pages, and beside NaN in what nobody sees."""
+    size, width = SIZES[name], 5
+    (key, _, query), seen = drawn(3, size=size), ranges(*SEEN, size=size)
+    q = query(3, 2)
+    call = interpreted()(functools.partial(paged_attention, value=width, implementation=name))
+    attend = jax.jit(lambda q, key, table, seen: call(q, key, table=table, key_range=seen))
+    together = np.asarray(attend(q, key, TABLE, seen))
+    expected = paged_attention(q, key, width, TABLE, key_range=seen, implementation="reference")
+    np.testing.assert_allclose(together, expected, rtol=0, atol=2e-6)  # float32: sums in another order
+    unseen = np.ones((PAGES, 1, 1, size), bool)
+    for row, start, end in zip(np.asarray(TABLE), *(np.asarray(x) for x in seen), strict=True):
+        for position in range(start.min(), end.max()):
+            unseen[row[position // size], ..., position % size] = False
+    np.testing.assert_array_equal(attend(q, jnp.where(unseen, jnp.nan, key), TABLE, seen), together)
+    moved = np.random.default_rng(1).permutation(PAGES)
+    where = jnp.asarray(np.argsort(moved)[np.asarray(TABLE)].astype(np.int32))
+    np.testing.assert_array_equal(attend(q, key[moved], where, seen), together)
+    for i in range(3):
+        part = slice(i, i + 1)
+        np.testing.assert_array_equal(attend(q[part], key, TABLE[part], tuple(x[part] for x in seen)), together[part])
+
+
 @pytest.mark.parametrize(
     "value, implementation, said",
     [
         (9, "xla", "values of 9 channels are no part of keys"),
-        (4, "triton", "values are a part of the keys"),
+        (4, "mosaic_gpu", "values are a part of the keys"),
     ],
 )
 def test_values_that_are_no_part_of_the_keys_are_refused(value, implementation, said):

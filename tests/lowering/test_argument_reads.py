@@ -238,20 +238,41 @@ def test_a_step_reads_quantised_weights_once_as_they_are_kept(chips, kind):
     ),
 )
 def test_a_step_reads_pages_of_eight_bits_once_as_they_are_kept(chips, dtype):
-    """And their scales, and copies none. Every sequence has read two pages of three."""
-    target = Target.parse(chips)
-    mesh = meshes.make(devices=targets.devices(target))
+    """And their scales, and copies none."""
     wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}
     model = model_fixtures.model(d_model=256, context_length=384, vocab_size=1024, num_layers=1, feed_forward=wide)
+    check_pages(chips, model, dtype, ["key", "key_scales", "value", "value_scales"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+@pytest.mark.parametrize(
+    ("chips", "dtype"),
+    sampled(
+        itertools.starmap(pytest.param, itertools.product(["h200-sxm:1", "tpu-v6e:1x1"], [None, "int8"])),
+        ["h200-sxm:1-None", "tpu-v6e:1x1-int8"],
+    ),
+)
+def test_a_step_reads_latents_once(chips, dtype):
+    attention = {**model_fixtures.LATENT["attention"], "latent_rank": 256, "rope_dim": 64}
+    changes = {"d_model": 256, "context_length": 384, "vocab_size": 1024, "num_layers": 1, "attention": attention}
+    model = model_fixtures.model(model_fixtures.LATENT, **changes)
+    check_pages(chips, model, dtype, ["key"] if dtype is None else ["key", "key_scales"])
+
+
+def check_pages(chips, model, dtype, names):
+    """Check that a step whose sequences have read two pages of three reads these slots of their pages once."""
+    target = Target.parse(chips)
+    mesh = meshes.make(devices=targets.devices(target))
     settings = EngineSettings(slots=4, cache_dtype=dtype)
     programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), settings)
     cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
     found = argument_reads(hlo.parse(programs.step(StepShape(4, 0, TILE), cache).compile().as_text(), trips=1))
     pages = [each for each in found if each.name.startswith("pages")]
     assert sum(each.bytes for each in pages) == 13 * sum(programs.page_bytes)
-    assert sorted(each.name.rpartition("[")[2] for each in pages) == [
-        f"'{name}']" for name in ("key", "key_scales", "value", "value_scales")
-    ]
+    assert sorted(each.name.rpartition("[")[2] for each in pages) == [f"'{name}']" for name in names]
     for each in pages:
         assert each.read in (each.bytes * 2 * 4 // 13, each.bytes) and each.copied == 0, each
 

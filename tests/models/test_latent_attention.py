@@ -281,7 +281,11 @@ def test_compiled_programs_are_as_counted(kind, chips, sizes):
     target = Target.parse(chips)
     mesh = make_mesh(meshes.layout(*sizes), targets.devices(target))
     found = report.compile(experiment, kind, target, mesh, False).report
-    assert found.flops == found.counted_flops and found.kernel_flops == found.counted_kernel_flops
+    assert found.flops == found.counted_flops
+    if kind == "prefill":  # a kernel declares all pages of the rows that decode, which are padding and see none
+        assert found.counted_kernel_flops < found.kernel_flops < 1.02 * found.counted_kernel_flops
+    else:
+        assert found.kernel_flops == pytest.approx(found.counted_kernel_flops, rel=1e-9)  # shared out as floats
     if kind == "train":
         sent, counted = Counter(), Counter()
         for each in found.collectives:

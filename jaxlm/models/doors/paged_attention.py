@@ -87,10 +87,10 @@ def _declare(local: Local) -> DoorCost:
         unpadded = (each for each in local.sections if isinstance(each, UnpaddedReads))
         products = [product for each in unpadded for product in _unpadded_products(local, each)]
         return DoorCost(tuple(products), counts_all_steps=True)
-    query, _, value = _abstract(local)
+    query, key, value = _abstract(local)
     if local.kernels and local.platform != "cpu":
         chip = target.of_kind(local.platform, local.device_kind) if local.device_kind else target.any_of(local.platform)
-        if kernel := kernel_on(chip, query, value):
+        if kernel := kernel_on(chip, query, key, value):
             return _by_kernel(local, sections, kernel)
     return _by_gather(local, sections) if local.platform == "gpu" else _by_loops(local, sections)
 
@@ -98,7 +98,8 @@ def _declare(local: Local) -> DoorCost:
 def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str) -> DoorCost:
     """Declare the kernels of each section, of all steps as one."""
     query, key, value = _abstract(local)
-    (*_, N, H), (_, K, S, V) = query.shape, value.shape
+    (*_, N, H), (_, K, _, S) = query.shape, key.shape
+    V = value if isinstance(value, int) else value.shape[3]
     products: list[DoorProduct] = []
     parts: list[KernelCost] = []
     workspace = 0
@@ -109,7 +110,7 @@ def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str
         scores, pv = (Q * K * trips, T * N // K, H, S), (Q * K * trips, T * N // K, S, V)
         products += [DoorProduct(Product(*scores), 0, scope="scores"), DoorProduct(Product(*pv), 0, scope="pv")]
         if kernel != "mosaic_tpu":
-            workspace = max(workspace, costs.lane_bytes(Q * T * N, costs.lanes(T, tokens), V))
+            workspace = max(workspace, costs.lane_bytes(Q * T * N, costs.lanes(T, tokens, value), V))
     whole = KernelCost(*map(sum, zip(*parts, strict=True)))
     return DoorCost(
         tuple(products),
@@ -208,12 +209,12 @@ def paged_attention(
     """Return the attention of the rows of an engine's step, section after section, [R, 1, N, V]
     (`kernels_pallas.paged_attention`).
 
-    The arguments are those of `attention`. XLA computes with values that are a part of the keys, of which no kernel
-    knows. Each device computes its own heads by itself, also by XLA: on a CPU rows are then computed in one way.
+    The arguments are those of `attention`. Each device computes its own heads by itself, also by XLA: on a CPU rows are
+    then computed in one way.
     """
     (key, value), attended, first = _pages(view, value_dim), [], 0
-    implementation = kernels.implementation() if value_dim is None else "xla"
-    options = {"scale": scale, "soft_cap": soft_cap, "value_dim": value_dim, "implementation": implementation}
+    options = {"scale": scale, "soft_cap": soft_cap, "value_dim": value_dim}
+    options |= {"implementation": kernels.implementation()}
     for section in view.sections:
         table_QM, rows = section.table, section.rows
         Q = len(table_QM)

@@ -48,8 +48,8 @@ class KeptMatrix:
         group = self._form.group_of(size)
         assert group is not None
         grouped = scales.reshape(size // group, group, *outputs)
-        first = grouped[:, :1]
-        if not np.array_equal(grouped, np.broadcast_to(first, grouped.shape), equal_nan=True):
+        bits = grouped.view(f"u{grouped.itemsize}")  # equal of NaN too
+        if np.any(bits != bits[:, :1]):
             raise InputError(
                 f"{self._path}: the stored scales are not those of {group} inputs beside one another; set "
                 "execution.quantize=none, which reads the matrix in full"
@@ -57,7 +57,7 @@ class KeptMatrix:
         values = numbers.reshape(size, *outputs)
         if self._form.kind == "int4":
             values = _packed(values, group)
-        for name, part in zip(_PARTS, (values, first[:, 0]), strict=True):
+        for name, part in zip(_PARTS, (values, grouped[:, 0]), strict=True):
             at = (*begin[: self._stacked], *(0 for _ in outputs), begin[-1])
             self._shards[name].fill(at, part.reshape(*stack, *part.shape))
 

@@ -158,3 +158,24 @@ def test_adapters_are_trained_beside_quantised_matrices():
     np.testing.assert_allclose(losses["int8"], losses["none"], rtol=1e-5)
     difference = np.abs(np.subtract(losses["int8"], losses["plain"])).max()
     assert 0 < difference < 1e-2
+
+
+def test_targets_are_of_stacks_also_where_each_layer_is_by_itself():
+    """An engine unrolls the layers, of which a mixed model has several stacks."""
+    model = model_fixtures.model(MODELS["mixed"])
+    stacks = nnx.merge(*tree.abstract(model)).groups.stacks
+    first, _ = stacks[0]
+    form = Quantization("int8", targets=(f"layers/{first}/feed_forward/*", "*/query"))
+    trees = [tree.abstract(model, unrolled=each, quantized=form)[1] for each in (False, True)]
+    stacked, apart = ({path for path in tree.paths(tree.shapes(each)) if path.endswith("/values")} for each in trees)
+    of_first = {path for path in stacked if path.startswith(f"layers/{first}/")}
+    assert len(stacks) > 1 and any("/feed_forward/" in path for path in of_first)
+    assert {path.rpartition("/query/")[1] for path in stacked - of_first} == {"/query/"}
+    expected = {
+        path.replace(f"layers/{name}/", f"layers/{layer}/", 1)
+        for name, layers in stacks
+        for layer in layers
+        for path in stacked
+        if path.startswith(f"layers/{name}/")
+    }
+    assert apart == expected

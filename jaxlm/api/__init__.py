@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxlm.costs.plan_order import Goal
     from jaxlm.costs.ranking import Ranking
     from jaxlm.costs.stack import Stack
+    from jaxlm.inference.config import InferenceConfig
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.lowering.report import CompiledStep
     from jaxlm.parallel.processes import ProcessSpec
@@ -258,7 +259,6 @@ def plan(
     from jaxlm.costs.stack import JAXLM
 
     check_quantized(experiment, workload)
-    experiment.inference.check_counted(workload)
     order = PlanOrder.of(objective, budget, deadline, workload)
     return rank(experiment, on, mesh, workload, fixed, order, chip, stack or JAXLM)
 
@@ -301,9 +301,20 @@ def plan_serving(
     from jaxlm.costs.deployment import deployments
     from jaxlm.costs.stack import JAXLM
 
-    experiment.inference.check_counted("serve")
     demand = Demand(prompt, output, ttft, tpot, rate)
     return deployments(experiment, on, demand, objective, chip, stack or JAXLM, searched)
+
+
+def _refuse_draft_model(inference: "InferenceConfig") -> None:
+    from jaxlm.inference.settings import LOOK_UP, Speculation
+
+    if inference.speculate is None or (drafts := Speculation.parse(inference.speculate)).source == LOOK_UP:
+        return
+    raise InputError(
+        f"inference.speculate = {inference.speculate}: the steps of a draft model are not compiled with those of the "
+        f"engine; give inference.speculate={LOOK_UP}:{drafts.drafts}, whose rows are the same, and compile the step of "
+        f"{drafts.source} by itself"
+    )
 
 
 def compile(
@@ -344,7 +355,8 @@ def compile(
     from jaxlm.parallel.mesh import make_mesh
 
     check_quantized(experiment, workload)
-    experiment.inference.check_counted(workload)
+    if workload == "decode":
+        _refuse_draft_model(experiment.inference)
     if fit and workload != "train":
         raise InputError(f"--fit varies microbatches and rematerialisation, which {workload} does not have")
     target = Target.parse(on, chip)

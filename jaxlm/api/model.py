@@ -348,7 +348,8 @@ class LoadedModel:
 
         work = Workload.of(self.experiment, Layout(**self.mesh.shape), "decode")
         work = work.with_execution(dtype=str(self.engine().runner.programs.dtype))
-        return replace(work, batch=batch or work.batch_shards, sequence=sequence, drafts=0, acceptance=0.0)
+        plain = replace(work, drafts=0, acceptance=0.0, draft_model=None)
+        return replace(plain, batch=batch or work.batch_shards, sequence=sequence)
 
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
         from jaxlm.inference.engine import Engine

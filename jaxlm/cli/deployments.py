@@ -110,8 +110,12 @@ def _width(deployment: "Deployment") -> str:
 
 def describe_drafts(work: "Workload") -> str:
     """Describe the drafts of a decoding step, and the tokens that are expected of it."""
+    from jaxlm.costs.plan import speculation_row
+
+    row = speculation_row(work)["speculation"]
+    drawn = f", drawn by a model of {row['model']['parameters']:,} parameters" if "model" in row else ""
     return (
-        f"{work.drafts} of each sequence, right with probability {work.acceptance:g}: "
+        f"{work.drafts} of each sequence{drawn}, right with probability {work.acceptance:g}: "
         f"{work.tokens_per_sequence:.3g} tokens a step"
     )
 

@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser, more_workloads: dict[str, str
         "--speculate",
         metavar="SOURCE[:N]",
         help="read N (4) guessed tokens of each sequence in a step of decoding, each right with probability "
-        f"inference.acceptance; SOURCE is ngram (inference.speculate){auto}",
+        "inference.acceptance; SOURCE is ngram, or the CONFIG of a smaller model that draws them "
+        f"(inference.speculate){auto}",
     )
     add_chip(parser)
 

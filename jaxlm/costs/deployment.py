@@ -16,7 +16,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.demand import Demand
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.plan import HEADROOM, check_width
+from jaxlm.costs.plan import HEADROOM, check_drafts, check_width, speculation_row
 from jaxlm.costs.plan_order import TIE, Goal
 from jaxlm.costs.queueing import EngineLoad, Service, at_rate, with_clients
 from jaxlm.costs.ranking import EveryChip
@@ -119,7 +119,7 @@ class Deployment:
             **({"stack": changes} if (changes := self.stack.changes()) else {}),
             "batch": self.slots,
             "quantize": self.work.execution.quantize,
-            **self.work.speculation_row(),
+            **speculation_row(self.work),
             "demand": demand._asdict(),
             "memory_bytes_per_device": {
                 **self.memory._asdict(),
@@ -167,11 +167,12 @@ def engines(experiment: Experiment, searched: Collection[str] = ()) -> tuple[tup
     if "drafts" in searched and experiment.inference.speculate is None:
         raise InputError("a search for drafts needs their source: give --speculate ngram:auto")
     own = Workload.of(experiment, kind="decode")
+    plain = replace(own, drafts=0, acceptance=0.0, draft_model=None)
     widths = WIDTHS if "quantize" in searched else (own.execution.quantize,)
     drafts = [0, *(2**n for n in range(1, own.drafts.bit_length()))] if "drafts" in searched else [own.drafts]
     return tuple(
         tuple(
-            replace(own.with_execution(quantize=width), drafts=n, acceptance=own.acceptance if n else 0.0)
+            replace(own.with_execution(quantize=width), drafts=n) if n else plain.with_execution(quantize=width)
             for n in drafts
         )
         for width in widths
@@ -348,12 +349,13 @@ def deployments(
         raise InputError("a deployment has no pipeline: leave pipeline.stages out")
     if goal == "throughput" and demand.rate is not None:
         raise InputError("--rate states the throughput: choose --objective cost or latency")
-    inference = experiment.inference
+    inference, demand = experiment.inference, demand.check(experiment)
     slots = inference.sequences if "sequences" in inference.model_fields_set else None
     choices, cache_bytes = engines(experiment, searched), inference.settings().cache_bytes
     for engine in itertools.chain(*choices):
         check_width(engine, stack)
-    search = ServingSearch(choices, demand.check(experiment), goal, slots, cache_bytes, stack)
+        check_drafts(replace(engine, sequence=demand.prompt + demand.output))
+    search = ServingSearch(choices, demand, goal, slots, cache_bytes, stack)
     every = EveryChip.of(on, chip)
     if every is None:
         return DeploymentRanking(search.on(Target.parse(on, chip)), {})

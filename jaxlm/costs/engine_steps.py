@@ -75,6 +75,13 @@ def mixed_steps(
     return tuple(by_shape.values())
 
 
+def proposal_steps(steps: EngineSteps, slots: int) -> EngineSteps:
+    """Return the steps in which a draft model draws one draft after each of `steps`: one row of each slot, which reads
+    what a row that decodes does."""
+    rows = steps.sections[0]._replace(sequences=slots, padding=0)
+    return EngineSteps(StepShape(slots, 0, TILE), steps.times, steps.times, (rows,))
+
+
 @functools.lru_cache(maxsize=1024)
 def largest_step(kind: str, shapes: StepShapes, tokens: int, page: int, windows: tuple[Window, ...]) -> EngineSteps:
     """Return the last of the steps with the most rows, among the steps that decode or those that read prompts."""

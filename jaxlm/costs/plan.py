@@ -1,14 +1,16 @@
 """The cost of a step on chips that need not be here: FLOPs, memory, time, money and energy."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxlm import config
 from jaxlm.core.errors import InputError
-from jaxlm.costs.counted.cache import kv_bytes_per_token
+from jaxlm.costs.counted.cache import kv_bytes_per_token, kv_cache, page_layout
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, active_share, flops
 from jaxlm.costs.counted.memory import Memory
+from jaxlm.costs.draft_steps import draft_reading
 from jaxlm.costs.hardware.chip_changes import given_figures
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
@@ -141,7 +143,7 @@ class Plan:
                 return {"time_to_first_token_s": self.time.expected, **self._of_the_engine()}
             case _:
                 per_token = self.time.expected / self.work.tokens_per_sequence
-                return {"time_per_token_s": per_token, **self._of_the_engine(), **self.work.speculation_row()}
+                return {"time_per_token_s": per_token, **self._of_the_engine(), **speculation_row(self.work)}
 
     def _of_the_engine(self) -> dict[str, Any]:
         all_steps = [work.engine_steps for work in self.work.without_drafts().by_step_shape()]
@@ -175,6 +177,7 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
         raise InputError(
             f"a sequence of {work.sequence} is longer than model.context_length = {work.model.context_length}"
         )
+    check_drafts(work)
     work, layers = work.on(target.chip), None
     if work.kind == "train":
         layers = choose(work, target.chip.device_capacity(), stack)
@@ -182,13 +185,45 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
     return Plan(work, target, flops(work), stack_memory(work, stack), step_time(work, target, stack), layers, stack)
 
 
+def speculation_row(work: Workload) -> dict[str, Any]:
+    """Return the drafts of a decoding step as JSON, under `speculation`; empty without drafts."""
+    if not work.drafts:
+        return {}
+    row = {name: getattr(work, name) for name in ("drafts", "acceptance", "tokens_per_sequence")}
+    if work.draft_model is not None:
+        counts = parameter_counts(draft_reading(work))
+        row["model"] = {"parameters": counts["total"], "quantize": work.draft_model.quantize}
+    return {"speculation": row}
+
+
+def check_drafts(work: Workload) -> None:
+    """Raise InputError for drafts that the engine cannot read, or cannot draw with the draft model."""
+    if not work.drafts:
+        return
+    layouts = [page_layout(replace(work, model=model)) for model in work.models]
+    if any(entry.states is not None for layout in layouts for entry in layout.entries):
+        raise InputError(
+            "drafts are taken back where they are wrong, which the state of a recurrent layer cannot; leave out "
+            "inference.speculate for this model"
+        )
+    if work.draft_model is None:
+        return
+    context = work.draft_model.model.context_length
+    if work.sequence > context:
+        raise InputError(f"the draft model has a context of {context:,} tokens, and sequences have {work.sequence:,}")
+    if not config.divides_heads(work.layout, work.draft_model.model):
+        raise InputError(f"the mesh {work.layout} does not divide the query heads of the draft model")
+    kv_cache(work)  # refuses windows without pages
+
+
 def check_width(work: Workload, stack: Stack) -> None:
     """Raise InputError where both the stack and the workload say how wide weights are."""
-    if stack.precision is not None and work.quantized is not None:
-        raise InputError(
-            f"precision = {stack.precision} of the stack and execution.quantize = {work.quantized.kind} are both the "
-            "width of weights; leave one of them out"
-        )
+    for each in (work, draft_reading(work)) if work.draft_model else (work,):
+        if stack.precision is not None and each.quantized is not None:
+            raise InputError(
+                f"precision = {stack.precision} of the stack and execution.quantize = {each.quantized.kind} are both "
+                "the width of weights; leave one of them out"
+            )
 
 
 def parameter_counts(work: Workload) -> dict[str, int]:

@@ -45,7 +45,7 @@ class Replica:
         """Return the engine that decodes as `work` says, on all devices of a target; None where they do not divide a
         layer."""
         layout = with_shards(ENGINE, heads=target.devices)
-        if not config.divides_heads(layout, work.model):
+        if not all(config.divides_heads(layout, model) for model in work.models):
             return None
         halfway = demand.prompt + (demand.output + 1) // 2
         return cls(replace(work, layout=layout, sequence=halfway).on(target.chip), target, demand, stack)
@@ -82,7 +82,7 @@ class Replica:
         """Return the load that the requests are for this engine."""
         work = self.with_slots(slots)
         rows = work.without_drafts()
-        (full,) = decode_steps(rows.shapes, rows.sequence, rows.page, rows.windows)
+        (full,) = decode_steps(rows.shapes, rows.sequence, rows.page, work.windows)
         steps = self._mixed(work)
         count = sum(each.times for each in steps)
         decode, empty = (self._bracket(work, each) for each in (full, _without_reads(full)))
@@ -105,7 +105,7 @@ class Replica:
 
     def _mixed(self, work: Workload) -> tuple[EngineSteps, ...]:
         rows = work.without_drafts()
-        return mixed_steps(rows.shapes, self.demand.prompt, rows.sequence, rows.page, rows.windows)
+        return mixed_steps(rows.shapes, self.demand.prompt, rows.sequence, rows.page, work.windows)
 
 
 def _without_reads(steps: EngineSteps) -> EngineSteps:

@@ -27,7 +27,7 @@ def layouts(work: Workload, devices: int) -> Iterator[Layout]:
     def fits(layout: Layout) -> bool:
         rows = layout.over(work.rules.over("batch"))
         if work.kind != "train":
-            return divides_heads(layout, work.model)
+            return all(divides_heads(layout, model) for model in work.models)
         return work.batch % rows == 0 and layout_choice.divides(layout, work.rules, sizes)
 
     return layout_choice.layouts(devices, work.rules, fits)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.drawing import slots_bytes
 from jaxlm.costs.counted.memory import Memory, memory, trained, updated
+from jaxlm.costs.draft_steps import draft_drawing, draft_reading
 from jaxlm.costs.stack import Stack
 from jaxlm.costs.workload import Workload
 
@@ -39,9 +40,16 @@ def least_memory(work: Workload, stack: Stack) -> Memory:
 
 
 def _with_drafts(work: Workload, stack: Stack) -> Memory:
-    """Return the memory of a decoding step whose drafts are rows, over pages and slots of the sequences alone."""
+    """Return the memory of a decoding step whose drafts are rows, over pages and slots of the sequences alone. A draft
+    model's weights and pages are there too; its programs and the engine's run one after the other."""
     rows, cache = stack_memory(work.without_drafts(), stack), kv_cache(work) * stack.cache_share(work.itemsize)
-    return rows._replace(kv_cache=round(cache), slots=slots_bytes(work))
+    rows = rows._replace(kv_cache=round(cache), slots=slots_bytes(work))
+    if work.draft_model is None:
+        return rows
+    drafting = [stack_memory(each, stack) for each in (draft_reading(work), draft_drawing(work))]
+    most = max((rows, *drafting), key=lambda each: each.activations + each.logits)
+    weights = rows.parameters + drafting[0].parameters
+    return rows._replace(parameters=weights, activations=most.activations, logits=most.logits)
 
 
 def _with_state(once: Memory, work: Workload, stack: Stack) -> Memory:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.costs.counted import parameters
+from jaxlm.costs.draft_models import PlannedDraftModel, planned_draft_model
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.inference.config import InferenceConfig
@@ -73,8 +74,9 @@ class Workload:
         `chunk_tokens`: the most rows of prompts in a step, on each shard. `cache_dtype`: of pages of eight bits.
         `engine_steps`: the steps of one shape that this workload is restricted to; None: all steps that its tokens
         need. `is_padded`: whether padding rows and padding keys of the engine are counted.
-      drafts, acceptance: in decoding, the drafts of next tokens that a step reads for each sequence, and the
-        probability that one is right where those before it are.
+      drafts, acceptance, draft_model: in decoding, the drafts of next tokens that a step reads for each sequence, the
+        probability that one is right where those before it are, and the model that draws them; None where they are
+        looked up.
     """
 
     kind: Kind
@@ -98,6 +100,7 @@ class Workload:
     cache_dtype: CacheDtype | None = None
     drafts: int = 0
     acceptance: float = 0.0
+    draft_model: PlannedDraftModel | None = None
     engine_steps: EngineSteps | None = None
     is_padded: bool = True
 
@@ -139,12 +142,12 @@ class Workload:
         return work
 
     def _speculating(self, inference: InferenceConfig) -> "Workload":
-        """Return a decoding step with the drafts that [inference] says, which are looked up: those of a model are not
-        counted (`InferenceConfig.check_counted`)."""
-        drafts = inference.speculate and Speculation.parse(inference.speculate)
-        if not drafts or drafts.source != LOOK_UP:
+        """Return a decoding step with the drafts that [inference] says."""
+        if inference.speculate is None:
             return self
-        return replace(self, drafts=drafts.drafts, acceptance=inference.acceptance)
+        source, drafts = Speculation.parse(inference.speculate)
+        draft_model = None if source == LOOK_UP else planned_draft_model(source, self.model)
+        return replace(self, drafts=drafts, acceptance=inference.acceptance, draft_model=draft_model)
 
     @property
     def tokens_per_sequence(self) -> float:
@@ -152,17 +155,18 @@ class Workload:
         are right."""
         return sum(self.acceptance**n for n in range(1 + self.drafts))
 
-    def speculation_row(self) -> dict[str, Any]:
-        """Return the drafts of a decoding step as JSON, under `speculation`; empty without drafts."""
-        names = "drafts", "acceptance", "tokens_per_sequence"
-        return {"speculation": {name: getattr(self, name) for name in names}} if self.drafts else {}
-
     @memoized
     def without_drafts(self) -> "Workload":
         """Return a decoding step with a sequence more for each draft: drafts are rows that read pages by themselves."""
-        return (
-            self if not self.drafts else replace(self, batch=self.batch * (1 + self.drafts), drafts=0, acceptance=0.0)
-        )
+        if not self.drafts:
+            return self
+        rows = self.batch * (1 + self.drafts)
+        return replace(self, batch=rows, drafts=0, acceptance=0.0, draft_model=None)
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """The model, and the one that draws its drafts, where there is one."""
+        return (self.model, self.draft_model.model) if self.draft_model else (self.model,)
 
     def with_execution(self, **changes: Any) -> "Workload":
         """Return the workload with other values in its section [execution]."""
@@ -326,8 +330,8 @@ class Workload:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows in which layers read earlier tokens."""
-        return parameters.windows(self.model)
+        """The windows in which layers read earlier tokens, those of a draft model among them."""
+        return tuple(dict.fromkeys(window for model in self.models for window in parameters.windows(model)))
 
     @memoized
     def by_step_shape(self) -> tuple["Workload", ...]:

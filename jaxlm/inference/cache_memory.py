@@ -94,3 +94,15 @@ def _free_bytes(mesh: Mesh) -> int:
     found = [device.memory_stats() for device in mesh.local_devices]
     free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in found if stats and "bytes_limit" in stats]
     return int(_SHARE * min(free)) if free else _ON_CPU
+
+
+def shared_group(window: int | None, groups: Sequence[int | None]) -> int:
+    """Return the engine's group of pages that layers of a draft model with a window read: of the same window, or of all
+    tokens. Raises InputError where there is none."""
+    for each in (window, None):
+        if each in groups:
+            return groups.index(each)
+    raise InputError(
+        f"a draft model with a window of {window} needs pages that the model frees after {groups}; take another draft "
+        "model"
+    )

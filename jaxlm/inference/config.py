@@ -4,10 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Count, InWords, Section
 from jaxlm.core.units import parse_memory
-from jaxlm.inference.settings import LOOK_UP, CacheDtype, EngineSettings, Speculation
+from jaxlm.inference.settings import CacheDtype, EngineSettings, Speculation
 from jaxlm.inference.step_shapes import TILE
 
 
@@ -60,17 +59,6 @@ class InferenceConfig(Section):
     """Tokens that each sequence holds in a plan of decoding."""
     prompt: Annotated[Count, _SIZE]
     """Tokens of each prompt in a plan of prefill."""
-
-    def check_counted(self, workload: str) -> None:
-        """Raise InputError where a plan of this workload would leave out what drafts of next tokens cost."""
-        if self.speculate is None or workload in ("train", "prefill"):
-            return
-        source, drafts = Speculation.parse(self.speculate)
-        if source != LOOK_UP:
-            raise InputError(
-                f"inference.speculate = {self.speculate}: a plan does not count the steps of a draft model; give "
-                f"inference.speculate={LOOK_UP}:{drafts}, or none"
-            )
 
     def settings(self, **more: Any) -> EngineSettings:
         """Return the settings of an engine of these sizes, with `more` of its settings."""

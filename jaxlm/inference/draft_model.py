@@ -1,13 +1,12 @@
 """A smaller model that draws the drafts of another, over pages of its own that lie as the other's do."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.cache_memory import CacheSize
+from jaxlm.inference.cache_memory import CacheSize, shared_group
 from jaxlm.inference.programs import EnginePrograms, compiled_proposal, compiled_step, empty_pages
 from jaxlm.inference.ragged_step import Batch, NextTokens, SlotState
 from jaxlm.inference.step_shapes import StepShape
@@ -39,7 +38,7 @@ class Drafter:
     def __init__(self, of: EnginePrograms, draft: DraftModel, valid_token_mask: np.ndarray):
         self.programs = replace(of, model=draft.model, history=0, quantized=draft.quantized)
         self._parameters = self.programs.weights.stored(draft.parameters, of.mesh, ENGINE)
-        self._groups = [_group(window, of.layout.groups) for window in self.programs.layout.groups]
+        self._groups = [shared_group(window, of.layout.groups) for window in self.programs.layout.groups]
         self._of_engine = len(of.layout.groups)
         valid_V = np.zeros(draft.model.vocab_size, bool)
         valid_V[: len(valid_token_mask)] = valid_token_mask[: len(valid_V)]
@@ -93,14 +92,3 @@ class Drafter:
     def _sequences(self, shape: StepShape) -> int:
         """Return how many sequences may draw in a step."""
         return min(shape.decode, self.programs.slots)
-
-
-def _group(window: int | None, groups: Sequence[int | None]) -> int:
-    """Return the engine's group of pages that layers with a window read: of the same window, or of all tokens."""
-    for each in (window, None):
-        if each in groups:
-            return groups.index(each)
-    raise InputError(
-        f"a draft model with a window of {window} needs pages that the model frees after {groups}; take another draft "
-        "model"
-    )

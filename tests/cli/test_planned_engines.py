@@ -29,7 +29,7 @@ def test_what_a_search_chose_of_an_engine_is_in_the_table(capsys):
 
 def test_chips_are_compared_each_with_its_best_engine(capsys):
     said = planned(capsys, "--on", "all:1", *SERVE, *AUTO, "inference.sequences=8", model="qwen3-0.6b")
-    assert max(map(len, said.splitlines())) <= 80 and "bfloat16" in said and "int4" in said
+    assert max(map(len, said.splitlines())) <= 80 and "w8a8" in said and "int4" in said
 
 
 def test_values_that_are_given_are_no_search(capsys):

@@ -20,6 +20,7 @@ from matrices import sampled
 from workload_fixtures import sections_of, workload
 
 from jaxlm.config import load
+from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Count
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.cache import kv_cache
@@ -323,6 +324,8 @@ def test_it_is_planned(kind):
     assert device[0] == 4 * device[1]
     if kind == "decode":  # a matrix and a tail for each head and layer of a sequence, whatever it holds, and of padding
         assert whole.memory.kv_cache == (16 + 1) * 2 * 4 * (8 * 8 * 4 + 2 * 8 * 2) == 4 * shared.memory.kv_cache
+        with pytest.raises(InputError, match="which the state of a recurrent layer cannot"):
+            plan(workload(kind, model(), 16, 32, drafts=2), Target.parse("h200-sxm:1"))
 
 
 @pytest.mark.parametrize("kind, sequence", [("prefill", 32), ("prefill", 75), ("decode", 32)])

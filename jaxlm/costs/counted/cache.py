@@ -2,12 +2,14 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from jaxlm.costs.counted.parameters import slots
+from jaxlm.costs.draft_steps import draft_reading
 from jaxlm.costs.workload import Workload
-from jaxlm.inference.cache_memory import most_pages
+from jaxlm.inference.cache_memory import most_pages, shared_group
 from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.settings import CacheDtype
 from jaxlm.models.cache import Slot
@@ -17,13 +19,23 @@ from jaxlm.parallel.rules import Kind
 
 
 def kv_cache(work: Workload) -> int:
-    """Return the bytes of pages on one device: those of all sequences of a step, and one page for padding rows."""
+    """Return the bytes of pages on one device: those of all sequences of a step, and one page for padding rows. A draft
+    model keeps as many pages as the model. Raises InputError for windows of it without pages."""
     layout = page_layout(work)
     counts = [work.slots * most_pages(work.sequence, window, work.page) + 1 for window in layout.groups]
+    if work.draft_model is None:
+        return _bytes(work, counts)
+    beside = draft_reading(work)
+    shared = [counts[shared_group(window, layout.groups)] for window in page_layout(beside).groups]
+    return _bytes(work, counts) + _bytes(beside, shared)
+
+
+def _bytes(work: Workload, counts: Sequence[int]) -> int:
+    """Return the bytes on one device of so many pages of each group."""
     layers = {name: entry.layers for name, entry in slots(work.model, work.kind, work.layout).items()}
     return sum(
         layers[entry.name] * counts[entry.group(slot)] * _page_numbers(work, slot) * _itemsize(work, slot)
-        for entry in layout.entries
+        for entry in page_layout(work).entries
         for _, slot in entry.slots
     )
 
@@ -47,6 +59,8 @@ def _page_numbers(work: Workload, slot: Slot) -> int:
 
 def kv_bytes_per_token(work: Workload) -> int:
     """Return the bytes that a token adds to the cache, over the whole mesh, each replicated array once."""
+    if work.draft_model is not None:
+        return kv_bytes_per_token(work.without_drafts()) + kv_bytes_per_token(draft_reading(work))
     entries = slots(work.model, work.kind, Layout())
     layout = _page_layout(work.model, work.kind, Layout(), work.page, work.cache_dtype)
     kept = [(entries[entry.name].layers, slot) for entry in layout.entries for _, slot in entry.slots]

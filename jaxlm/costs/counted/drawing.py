@@ -70,7 +70,7 @@ def drawn_bytes(work: Workload) -> int:
 
 def slots_bytes(work: Workload) -> int:
     """Return the bytes of the state of an engine's slots on one device, with that of the slot for padding."""
-    history = work.sequence if work.drafts else 0
+    history = work.sequence if work.drafts and work.draft_model is None else 0
     return (work.slots + 1) * _slot_bytes(work.model.vocab_size, work.drafts, history)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.device import device_step
+from jaxlm.costs.draft_steps import draft_drawing, draft_reading
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 
@@ -77,13 +78,22 @@ def napkin_flops(work: Workload) -> int:
 
 def flops(work: Workload) -> Flops:
     """Return the exact FLOPs of a step over the whole job."""
+    if work.draft_model is not None:
+        return _with_draft_model(work)
     if work.kind != "train":  # each shard of an engine pads its own rows
         work = work.without_drafts()
-        shard = replace(work, batch=work.slots, layout=Layout(), engine_steps=None)
+        shard = replace(work, batch=work.slots, layout=Layout())
         executed = sum(op.times * op.flops for op in operations.without_copies(shard))
         model = replace(work, layout=Layout(), engine_steps=None).without_kernels_or_padding()
         return _flops(model)._replace(executed=work.batch_shards * executed)
     return _flops(replace(work, layout=Layout()))
+
+
+def _with_draft_model(work: Workload) -> Flops:
+    """Return the FLOPs of a step of the engine, and of the steps of the model that draws its drafts."""
+    drawn = Flops(*(work.drafts * each for each in flops(draft_drawing(work))))
+    parts = flops(work.without_drafts()), flops(draft_reading(work)), drawn
+    return Flops(*map(sum, zip(*parts, strict=True)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,6 +14,8 @@ from jaxlm.models.doors.cost import Statistics
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL
 from jaxlm.parallel.rules import together
 
+DRAWS = "draws"  # the kind of array of collectives before and after a draw
+
 
 class Collective(NamedTuple):
     """A collective that a step runs `times` times over mesh axes.
@@ -52,9 +54,9 @@ def collectives(work: Workload) -> list[Collective]:
 def _draws(work: Workload) -> Iterator[Collective]:
     """Yield the gathering of the logits before each draw, and of what is drawn on all shards after it."""
     over = together(work.placed(("act_vocab",), (work.model.vocab_size,)))
-    yield Collective("all-gather", over, work.passes, drawing.logits_bytes(work)[1], "draws")
+    yield Collective("all-gather", over, work.passes, drawing.logits_bytes(work)[1], DRAWS)
     shards = work.several(work.rules.over("batch"))
-    yield Collective("all-gather", shards, work.passes, drawing.drawn_bytes(work), "draws")
+    yield Collective("all-gather", shards, work.passes, drawing.drawn_bytes(work), DRAWS)
 
 
 def _parameters(device: DeviceStep) -> Iterator[Collective]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.operations import Operation
+from jaxlm.costs.draft_steps import draft_drawing, draft_reading
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.rates import SustainedRates, sustained
@@ -96,19 +97,47 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
     """
     if stack.pipeline.stages > 1:
         return pipelined(work, target, stack)
-    work = work.without_drafts()
+    rows = work.without_drafts()
+    step = _on_device(rows, target, stack)
+    parts, runs, programs = step.parts, [step], rows.dispatches
+    if work.draft_model is not None:
+        read = _on_device(draft_reading(work), target, stack, draws=False)
+        drafting = [read, *[_on_device(draft_drawing(work), target, stack)] * work.drafts]
+        parts, runs = {**parts, "draft model": _of_draft_model(drafting)}, [step, *drafting]
+        programs *= 2  # each step of the engine has two of the draft model
+    busy, kernels = sum(part.seconds for part in parts.values()), sum(run.kernels for run in runs)
+    if (idle := _host_seconds(rows, sustained(target.chip), stack, kernels, programs, busy)) > 0:
+        parts = {**parts, "host": Part(idle, 0.0, 0.3 * idle)}
+    bounds = _Bounds(*map(sum, zip(*(run.bounds for run in runs), strict=True)))
+    return _summed(bounds, parts, sum(run.hidden for run in runs))
+
+
+class _DeviceTime(NamedTuple):
+    """The time of programs on a device, whatever the host takes: bounds, parts, hidden collectives, and kernels."""
+
+    bounds: _Bounds
+    parts: dict[str, Part]
+    hidden: float
+    kernels: int
+
+
+def _on_device(work: Workload, target: Target, stack: Stack, draws: bool = True) -> _DeviceTime:
+    """Return the time of a step without drafts on each device, with or without its draws."""
     chip, rates = target.chip, sustained(target.chip)
     network = Network(target, work.layout)
-    collectives = traffic.collectives(work)
+    collectives = [each for each in traffic.collectives(work) if draws or each.of != traffic.DRAWS]
     sent = sum(each.times * network.seconds(each.kind, each.bytes, each.axes) for each in collectives)
-    ops = operations.step(work)
+    ops = [op for op in operations.step(work) if draws or op.kind != "draw"]
     done = computation(as_run(ops, work, stack), work, chip, rates, stack)
     waited = communication(collectives, network, rates, stack, done.phases)
     parts = {**done.parts, **{f"exposed {name}": part for name, part in waited.exposed.items()}}
-    busy = sum(part.seconds for part in parts.values())
-    if (idle := _host_seconds(work, rates, stack, done.kernels, busy)) > 0:
-        parts["host"] = Part(idle, 0.0, 0.3 * idle)
-    return _summed(_bounds(ops, work, chip, stack, sent), parts, waited.hidden)
+    return _DeviceTime(_bounds(ops, work, chip, stack, sent), parts, waited.hidden, done.kernels)
+
+
+def _of_draft_model(drafting: list[_DeviceTime]) -> Part:
+    """Return the part of a step that a draft model takes."""
+    parts = [part for run in drafting for part in run.parts.values()]
+    return Part(sum(p.seconds for p in parts), sum(p.ideal for p in parts), math.hypot(*(p.spread for p in parts)))
 
 
 def _bounds(ops: list[Operation], work: Workload, chip: Chip, stack: Stack, sent: float) -> _Bounds:
@@ -126,10 +155,12 @@ def _bounds(ops: list[Operation], work: Workload, chip: Chip, stack: Stack, sent
     return _Bounds(compute, least, together, sent)
 
 
-def _host_seconds(work: Workload, rates: SustainedRates, stack: Stack, kernels: int, busy: float) -> float:
+def _host_seconds(
+    work: Workload, rates: SustainedRates, stack: Stack, kernels: int, programs: int, busy: float
+) -> float:
     """Return the seconds that devices wait for the host, which starts programs or operations while devices are `busy`
     and, in inference, schedules each step of the engine between two steps."""
-    starts = kernels * rates.eager_s if stack.launch == "eager" else work.dispatches * rates.step_s
+    starts = kernels * rates.eager_s if stack.launch == "eager" else programs * rates.step_s
     between = 0.0 if work.kind == "train" else work.dispatches / 2 * rates.token_s
     return max(0.0, starts - busy) + between
 

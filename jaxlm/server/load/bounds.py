@@ -16,7 +16,8 @@ class LoadBounds(NamedTuple):
     `jaxlm plan`: each operation takes the longer of its compute and its least traffic.
 
     A first token needs the prompt's own reading; a later one a step of as many sequences as are under way, at half of
-    what follows. Tokens a second: both for all requests, and nothing between them.
+    what follows, or where drafts are read its share of that, as if all were right. Tokens a second: both for all
+    requests, and nothing between them.
     """
 
     ttft: float
@@ -36,7 +37,8 @@ def bounds(
         work = Workload.of(experiment, layout, kind)
         batch = math.ceil(max(batch, 1.0) / work.batch_shards) * work.batch_shards
         sequence = min(max(round(sequence), 1), experiment.model.context_length)
-        return step_time(replace(work, batch=batch, sequence=sequence).on(target.chip), target).lower_bound
+        least = step_time(replace(work, batch=batch, sequence=sequence).on(target.chip), target).lower_bound
+        return least / (1 + work.drafts)
 
     first = seconds("prefill", 1, input_tokens)
     # Fewer than the mean is less work: what is rounded down stays a bound.

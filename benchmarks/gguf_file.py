@@ -36,18 +36,17 @@ NAMES = {"gpt2": GPT2, "llama": LLAMA}
 _LAYER = re.compile(r"^(?:h|layers)\.(\d+)\.")
 
 
-def write(model: Path, file: Path, dtype: str) -> None:
-    """Write the weights of a Hugging Face directory of `model_type` "gpt2" or "llama", matrices in `dtype`.
+def write(model: Path, file: Path) -> None:
+    """Write the weights of a Hugging Face directory of `model_type` "gpt2" or "llama", in float32.
 
-    Vectors are float32, as llama.cpp's own converter has them. Raises KeyError for another family or tensor, and
-    ValueError for scaled rotary angles or biases of attention, which are not written.
+    Raises KeyError for another family or tensor, and ValueError for scaled rotary angles or biases of attention, which
+    are not written.
     """
     import gguf
 
     published = PublishedModel(model)
     config, family = published.config, published.config["model_type"]
     writer = gguf.GGUFWriter(file, family)
-    kind = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or config.get("attention_bias"):
         raise ValueError(f"{model} has scaled rotary angles or biases of attention, which are not written")
@@ -75,12 +74,24 @@ def write(model: Path, file: Path, dtype: str) -> None:
         ):
             # llama.cpp rotates numbers that follow one another, Hugging Face those of the two halves of a head.
             x = x.reshape(heads, 2, -1, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
-        narrow = gguf.quants.quantize(np.ascontiguousarray(x), kind) if x.ndim == 2 else x
-        writer.add_tensor(_named(name, NAMES[family]), narrow, raw_dtype=kind if x.ndim == 2 else None)
+        writer.add_tensor(_named(name, NAMES[family]), np.ascontiguousarray(x))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def narrow(file: Path, into: Path, width: str) -> None:
+    """Write a file in another width, "F16", "Q8_0" or "Q4_0", as llama.cpp makes it: vectors stay float32, and of
+    "Q4_0" the unembedding gets six bits. Raises RuntimeError where llama.cpp does not write it."""
+    import ctypes
+
+    import llama_cpp as cpp
+
+    how = cpp.llama_model_quantize_default_params()
+    how.ftype = getattr(cpp, f"LLAMA_FTYPE_MOSTLY_{width}")
+    if cpp.llama_model_quantize(str(file).encode(), str(into).encode(), ctypes.byref(how)):
+        raise RuntimeError(f"llama.cpp does not write {width}")
 
 
 def _named(name: str, names: dict[str, str]) -> str:

@@ -169,7 +169,7 @@ def test_steps_of_the_engine_know_what_they_read(monkeypatch):
     import decode
 
     meshes.have(monkeypatch, 1)
-    worker = decode.engine_steps(STORIES, rows=2, context=8, dtype="float32", exact=True)
+    worker = decode.engine_steps(STORIES, rows=2, context=8, width="float32")
     worker.run(2)
     facts = worker.facts()
     # 5 layers of 4 heads of 8 keys and values of float32.
@@ -188,12 +188,13 @@ def test_work_of_the_host_is_a_part_of_a_step():
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_decoding_is_measured(tmp_path):
-    """By the engine alone, where neither transformers nor llama.cpp is installed."""
     command = [sys.executable, str(BENCHMARKS / "decode.py"), str(STORIES), "--rows", "2", "--context", "8"]
+    command += ["--programs", "jaxlm float32,jaxlm w8a8,jaxlm int4"]
     subprocess.run([*command, "--blocks", "1", "--steps", "2", "--out", str(tmp_path)], check=True, timeout=300)
-    (written,) = tmp_path.glob("*/decode-stories260K-float32.json")
+    (written,) = tmp_path.glob("*/decode.json")
     (case,) = json.loads(written.read_text())["cases"]
-    assert case["jaxlm"]["median_step_s"] > 0 and case["jaxlm-fast"]["median_step_s"] > 0
+    for width in ("float32", "w8a8", "int4"):
+        assert case[f"jaxlm {width}"]["median_step_s"] > 0 and case[f"jaxlm {width}"]["read_bound_s"] > 0
 
 
 @pytest.mark.slow

@@ -232,18 +232,17 @@ class PublishedModel:
         [(usual, _)] = Counter(each.values()).most_common(1)
         return {"": usual, **{name: dtype for name, dtype in each.items() if dtype != usual}}
 
+    def kept(self, form: Quantization | None) -> list[str]:
+        """Return the tensors that are kept as they are stored where matrices of layers are in a form."""
+        paths = frozenset() if form is None else table.kept(self.model, self.tensors, self.stored, form)
+        return [name for name, each in self.tensors.items() if paths.issuperset(place.path for place in each.places)]
+
     def remarks(self, quantization: Quantization | None = None) -> list[str]:
         """Return a line about each kind of tensor that is converted or left out when the model is read, its matrices in
         this form, and about the keys of config.json that change nothing."""
-        form = quantization
-        paths = frozenset() if form is None else table.kept(self.model, self.tensors, self.stored, form)
-        kept = [name for name, each in self.tensors.items() if paths.issuperset(place.path for place in each.places)]
+        kept = self.kept(quantization)
         widened = [name for name in self.tensors.keys() - kept if isinstance(self.stored[name], LazyTensor)]
-        number = Counter(self.stored[name].dtype.name for name in widened)
-        lines = [f"{len(kept)} tensors are quantized and are kept as they are stored, as {form}"] if kept else []
-        lines += [
-            f"{n} tensors are quantized and are read as {dtype}, as an export has them" for dtype, n in number.items()
-        ]
+        lines = say_widths(len(kept), quantization, Counter(self.stored[name].dtype.name for name in widened))
         further = self._further
         if dropped := [name for name in self.dropped if name not in further]:
             lines.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
@@ -258,6 +257,13 @@ class PublishedModel:
         if keys := [key for key in keys if key not in self.family.further]:
             lines.append(f"keys of {CONFIG} that change no result, kept for an export: {', '.join(keys)}")
         return lines
+
+
+def say_widths(kept: int, form: Quantization | None, widened: Mapping[str, int]) -> list[str]:
+    """Return lines about the number of tensors that are kept in a form, and of those that are widened to each dtype."""
+    lines = [f"{kept} tensors are quantized and are kept as they are stored, as {form}"] if kept else []
+    each = [(number, dtype) for dtype, number in widened.items() if number]
+    return lines + [f"{n} tensors are quantized and are read as {dtype}, as an export has them" for n, dtype in each]
 
 
 def write(

@@ -5,18 +5,25 @@ import math
 from pathlib import Path
 
 import gguf_files
+import jax
 import loud
+import meshes
 import numpy as np
 import pytest
 import vocabulary_fixtures as vocabularies
+from flax import nnx
+from matrices import sampled
 
-from jaxlm import api, cli
+from jaxlm import api, cli, config
 from jaxlm.core.errors import InputError
 from jaxlm.families.gguf.blocks import NOT_READ, TYPES
 from jaxlm.families.gguf.model import GgufModel
 from jaxlm.families.gguf.reader import read
 from jaxlm.families.settings import model_of
 from jaxlm.families.vocabularies.sentencepiece import SentencePieceModel
+from jaxlm.models import lora, tree
+from jaxlm.models.quantize_config import Quantization
+from jaxlm.parallel.rules import TRAIN
 
 BLOCKS = Path(__file__).with_name("gguf_blocks.npz")
 QUANTIZED = {kind.name: kind for kind in TYPES.values() if kind.dequantize is not None}
@@ -121,6 +128,41 @@ def test_quantized_tensors_are_float32(tmp_path):
     (tensor,) = read(path).tensors.values()
     assert tensor.dtype_name == "F32" and tensor.shape == (48, 64)
     np.testing.assert_array_equal(tensor.read(), QUANTIZED["Q8_0"].dequantize(packed).reshape(48, 64))
+
+
+def in_blocks(path: Path, kind: str) -> Path:
+    """Return a file of a Llama of 64 channels with matrices in blocks of 32 of one type."""
+    path, _, _ = converted("llama2", path)
+    metadata = dict(read(path).metadata)
+    sizes = {"embedding_length": 64, "feed_forward_length": 96, "rope.dimension_count": 16}
+    heads = {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16}
+    metadata |= {f"llama.{key}": size for key, size in (sizes | heads).items()}
+    widths = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    widths |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    random, tensors = np.random.default_rng(0), {}
+    for name, tensor in read(path).tensors.items():
+        part = name.split(".")[-2]
+        if part not in widths:
+            tensors[name] = random.standard_normal((*tensor.shape[:-1], 64), np.float32)
+            continue
+        blocks = random.integers(0, 256, (math.prod(widths[part]) // 32, QUANTIZED[kind].bytes), np.uint8)
+        blocks[:, 1] = 0x24 if kind != "MXFP4" else blocks[:, 1]  # a float16 near 1/64
+        blocks[:, 0] = 121 if kind == "MXFP4" else blocks[:, 0]
+        tensors[name] = (kind, widths[part], blocks.tobytes())
+    return gguf_files.write(path, metadata, tensors)
+
+
+@pytest.mark.parametrize("kind", sampled(["Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"], ["Q4_0", "IQ4_NL"]))
+def test_blocks_of_one_scale_are_kept_as_they_are_stored(kind, tmp_path):
+    """Rotary pairs and all: the numbers are those of the file in float32."""
+    path = in_blocks(tmp_path, kind)
+    model, form = GgufModel(path), Quantization("int4" if kind == "Q4_0" else "int8", 32)
+    assert model.quantization == form == config.load(path, kind="decode").execution.quantization
+    own, wide = (model.load(meshes.make(), TRAIN, "float32", each) for each in (form, None))
+    module = nnx.merge(tree.abstract(model.model, quantized=form)[0], own)
+    jax.tree.map(np.testing.assert_array_equal, tree.parameters(lora.widen(module)), wide)
+    assert model.remarks(form) == [f"21 tensors are quantized and are kept as they are stored, as {form}"]
+    assert model.remarks() == ["21 tensors are quantized and are read as float32, as an export has them"]
 
 
 def test_a_file_generates_imports_and_exports(tmp_path, capsys):

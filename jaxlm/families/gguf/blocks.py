@@ -10,16 +10,21 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-Dequantize = Callable[[np.ndarray], np.ndarray]  # [N, bytes of a block], uint8 -> [N, numbers of a block], float32
+from jaxlm.models.quantize_config import QuantizeKind
 
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice the number
+Dequantize = Callable[[np.ndarray], np.ndarray]  # [N, bytes of a block], uint8 -> [N, numbers of a block], float32
+# The same -> [N, numbers of a block], int8, and a scale of each block [N, 1], float32.
+Parts = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the number
 
 
 class BlockType(NamedTuple):
     """A type of tensor: the format's name, numbers and bytes of a block, and what makes a block float32.
 
-    `dtype` is that of plain numbers, which are read as they are; None for quantized ones.
+    `dtype` is that of plain numbers, which are read as they are; None for quantized ones. Those whose numbers are
+    integers of a `kind` times one scale have `parts`.
     """
 
     name: str
@@ -27,6 +32,8 @@ class BlockType(NamedTuple):
     bytes: int
     dequantize: Dequantize | None
     dtype: np.dtype | None = None
+    kind: QuantizeKind | None = None
+    parts: Parts | None = None
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -44,16 +51,16 @@ def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") << 4
 
 
-def _q4_0(blocks: np.ndarray) -> np.ndarray:
-    return (_nibbles(blocks[:, 2:]).astype(np.float32) - 8) * _half(blocks, 0)
+def _q4_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8), _half(blocks, 0)
 
 
 def _q4_1(blocks: np.ndarray) -> np.ndarray:
     return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
 
 
-def _q5_0(blocks: np.ndarray) -> np.ndarray:
-    return ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).astype(np.float32) - 16) * _half(blocks, 0)
+def _q5_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).view(np.int8) - np.int8(16), _half(blocks, 0)
 
 
 def _q5_1(blocks: np.ndarray) -> np.ndarray:
@@ -61,8 +68,8 @@ def _q5_1(blocks: np.ndarray) -> np.ndarray:
     return numbers * _half(blocks, 0) + _half(blocks, 2)
 
 
-def _q8_0(blocks: np.ndarray) -> np.ndarray:
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
+def _q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return blocks[:, 2:].view(np.int8), _half(blocks, 0)
 
 
 def _pairs_of_bits(packed: np.ndarray) -> np.ndarray:
@@ -121,8 +128,8 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
     return (scale[..., None] * numbers.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
-def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
-    return _half(blocks, 0) * _IQ4[_nibbles(blocks[:, 2:])]
+def _iq4_nl(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _IQ4[_nibbles(blocks[:, 2:])], _half(blocks, 0)
 
 
 def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
@@ -132,9 +139,9 @@ def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
     return (scale[..., None] * _IQ4[_nibbles(blocks[:, 8:].reshape(-1, 8, 16))]).reshape(-1, 256)
 
 
-def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     half_a_power = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return _FP4[_nibbles(blocks[:, 1:])] * half_a_power
+    return _FP4[_nibbles(blocks[:, 1:])], half_a_power
 
 
 def _tq2_0(blocks: np.ndarray) -> np.ndarray:
@@ -160,27 +167,35 @@ def _plain(name: str, dtype: np.dtype | type) -> BlockType:
     return BlockType(name, 1, dtype.itemsize, None, dtype)
 
 
+def _scaled(name: str, size: int, kind: QuantizeKind, parts: Parts) -> BlockType:
+    def dequantize(blocks: np.ndarray) -> np.ndarray:
+        numbers, scale = parts(blocks)
+        return numbers.astype(np.float32) * scale
+
+    return BlockType(name, 32, size, dequantize, None, kind, parts)
+
+
 # By their numbers in the format (ggml.h, `enum ggml_type`).
 TYPES = {
     0: _plain("F32", np.float32),
     1: _plain("F16", np.float16),
-    2: BlockType("Q4_0", 32, 18, _q4_0),
+    2: _scaled("Q4_0", 18, "int4", _q4_0),
     3: BlockType("Q4_1", 32, 20, _q4_1),
-    6: BlockType("Q5_0", 32, 22, _q5_0),
+    6: _scaled("Q5_0", 22, "int8", _q5_0),
     7: BlockType("Q5_1", 32, 24, _q5_1),
-    8: BlockType("Q8_0", 32, 34, _q8_0),
+    8: _scaled("Q8_0", 34, "int8", _q8_0),
     10: BlockType("Q2_K", 256, 84, _q2_k),
     11: BlockType("Q3_K", 256, 110, _q3_k),
     12: BlockType("Q4_K", 256, 144, _q4_k),
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
-    20: BlockType("IQ4_NL", 32, 18, _iq4_nl),
+    20: _scaled("IQ4_NL", 18, "int8", _iq4_nl),
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
     28: _plain("F64", np.float64),
     30: _plain("BF16", ml_dtypes.bfloat16),
     34: BlockType("TQ1_0", 256, 54, _tq1_0),
     35: BlockType("TQ2_0", 256, 66, _tq2_0),
-    39: BlockType("MXFP4", 32, 17, _mxfp4),
+    39: _scaled("MXFP4", 17, "int8", _mxfp4),
 }
 # Types with tables of points in llama.cpp, which jaxlm does not have.
 NOT_READ = {

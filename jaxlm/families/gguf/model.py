@@ -5,14 +5,14 @@ from pathlib import Path
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, default_cache, digest
-from jaxlm.families.directory import PublishedModel
+from jaxlm.families.directory import PublishedModel, say_widths
 from jaxlm.families.files import CONFIG, write_json
 from jaxlm.families.gguf import translation, vocabulary
 from jaxlm.families.gguf.reader import GgufFile, read
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models.quantize_config import Quantization
 
-_EDITION = 1  # of translations: a higher number leaves older folders of the cache unused
+_EDITION = 2  # of translations: a higher number leaves older folders of the cache unused
 
 
 def unpacked(path: Path) -> Path:
@@ -63,6 +63,7 @@ class GgufModel(PublishedModel):
         return digest([self.path])
 
     def remarks(self, quantization: Quantization | None = None) -> list[str]:
-        """Return a line that says that quantized tensors are read as float32."""
+        """Return lines that say which quantized tensors are kept in this form, and that others are read as float32."""
+        kept = len(self.kept(quantization))
         number = sum(isinstance(tensor, LazyTensor) for tensor in self._file.tensors.values())
-        return [f"{number} tensors are quantized and are read as float32, as an export has them"] if number else []
+        return say_widths(kept, quantization, {"float32": number - kept})

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxlm.core.errors import InputError
 from jaxlm.families.gguf.blocks import NOT_READ, TYPES, BlockType
+from jaxlm.families.quantized.scaled import ScaledTensor
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -134,4 +135,13 @@ class _Header:
         dequantize = kind.dequantize
         assert dequantize is not None
         packed = StoredTensor(self._path, np.dtype(np.uint8), (number // kind.numbers, kind.bytes), offset)
-        return LazyTensor(np.dtype(np.float32), shape, lambda: dequantize(np.asarray(packed.read())).reshape(shape))
+        of_tensor = np.dtype(np.float32), shape, lambda: dequantize(np.asarray(packed.read())).reshape(shape)
+        split, numbers_kind = kind.parts, kind.kind
+        if split is None or numbers_kind is None or len(shape) != 2:
+            return LazyTensor(*of_tensor)
+
+        def parts() -> tuple[np.ndarray, np.ndarray]:
+            numbers, scale = split(np.asarray(packed.read()))
+            return numbers.reshape(shape), np.broadcast_to(scale, numbers.shape).reshape(shape)
+
+        return ScaledTensor(*of_tensor, numbers_kind, kind.numbers, parts)

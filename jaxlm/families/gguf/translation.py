@@ -3,7 +3,8 @@
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -13,7 +14,10 @@ import numpy as np
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import merged
 from jaxlm.families.gguf.reader import GgufFile
+from jaxlm.families.quantized import CONFIG_KEY, described_blocks
+from jaxlm.families.quantized.scaled import ScaledTensor
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
+from jaxlm.models.quantize_config import QuantizeKind
 
 _Tensor = StoredTensor | LazyTensor
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -77,7 +81,19 @@ def config(file: GgufFile) -> dict[str, Any]:
         described["use_bias"] = "0.attn_q.bias" in biases
     if values:
         raise InputError(f"{file.path}: jaxlm knows no key {', '.join(sorted(values))} of architecture {name}")
-    return described
+    return described | _quantization(file)
+
+
+def _quantization(file: GgufFile) -> dict[str, Any]:
+    """Return the key of the form that most numbers of layers have, of those that a matrix can be kept in."""
+    forms: Counter[tuple[QuantizeKind, int]] = Counter()
+    for name, tensor in file.tensors.items():
+        if name.startswith("blk.") and isinstance(tensor, ScaledTensor):
+            forms[tensor.kind, tensor.group] += math.prod(tensor.shape)
+    if not forms:
+        return {}
+    [(most, _)] = forms.most_common(1)
+    return {CONFIG_KEY: described_blocks(*most)}
 
 
 def tensors(file: GgufFile) -> dict[str, _Tensor]:
@@ -101,13 +117,26 @@ def tensors(file: GgufFile) -> dict[str, _Tensor]:
         elif table.get("plus_one") and part.endswith("norm"):
             tensor = _changed(tensor, tensor.shape, lambda x: x - np.float32(1))
         elif part in table.get("transposed", ()) and len(tensor.shape) == 2:
-            tensor = _changed(tensor, tensor.shape[::-1], lambda x: x.T)
+            tensor = _moved(tensor, tensor.shape[::-1], lambda x: x.T)
         translated[name.replace("{l}", layer[1] if layer else "") + f".{kind}"] = tensor
     return translated
 
 
 def _changed(tensor: _Tensor, shape: tuple[int, ...], change: Any) -> LazyTensor:
     return LazyTensor(tensor.dtype, shape, lambda: change(tensor.read()))
+
+
+def _moved(tensor: _Tensor, shape: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray]) -> LazyTensor:
+    """Return a tensor whose numbers are in other places."""
+    moved = _changed(tensor, shape, change)
+    if not isinstance(tensor, ScaledTensor):
+        return moved
+
+    def parts() -> tuple[np.ndarray, np.ndarray]:
+        numbers, scales = tensor.parts()
+        return change(numbers), change(scales)
+
+    return ScaledTensor(moved.dtype, shape, moved.make, tensor.kind, tensor.group, parts)
 
 
 def _in_halves(tensor: _Tensor, heads: Any) -> LazyTensor:
@@ -119,7 +148,7 @@ def _in_halves(tensor: _Tensor, heads: Any) -> LazyTensor:
 
     if not isinstance(heads, int) or heads <= 0 or tensor.shape[0] % (2 * heads):
         raise InputError(f"a matrix of {tensor.shape[0]} rows has no {heads} heads of rotary pairs")
-    return _changed(tensor, tensor.shape, apart)
+    return _moved(tensor, tensor.shape, apart)
 
 
 def _rope(file: GgufFile, values: dict[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from jaxlm.core.errors import InputError
 from jaxlm.families.files import text_of
 from jaxlm.families.quantized import compressed, fp8, mxfp4, packed
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
-from jaxlm.models.quantize_config import Quantization
+from jaxlm.models.quantize_config import Quantization, QuantizeKind
 
 CONFIG_KEY = "quantization_config"
 _METHODS = (*fp8.METHODS, "mxfp4", *packed.METHODS, compressed.METHOD)
+_BLOCKS = "gguf"  # of a file that is translated: its directory has no tensors
 
 
 def check_method(config: Mapping[str, Any], where: str) -> None:
@@ -36,6 +37,8 @@ def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     described = _described(config, where)
     if described.get("quant_method") == compressed.METHOD:
         return compressed.quantization(described)
+    if described.get("quant_method") == _BLOCKS:
+        return Quantization(described["kind"], described["group_size"])
     return fp8.quantization(described) if described.get("quant_method") in fp8.METHODS else None
 
 
@@ -43,7 +46,8 @@ def _described(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for part in (config, text_of(config)):
         described = part.get(CONFIG_KEY) or {}
         method = described.get("quant_method") if isinstance(described, dict) else described
-        if described and method not in _METHODS:
+        is_translated = isinstance(described, dict) and described.keys() == described_blocks("int8", 0).keys()
+        if described and method not in _METHODS and not (method == _BLOCKS and is_translated):
             raise InputError(
                 f"{where}: weights are quantized by {method!r}, and jaxlm reads {', '.join(_METHODS[:-1])} and "
                 f"{_METHODS[-1]} alone; take the model in bfloat16"
@@ -51,6 +55,11 @@ def _described(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if described:
             return described if isinstance(described, dict) else {"quant_method": method}
     return {}
+
+
+def described_blocks(kind: QuantizeKind, group: int) -> dict[str, Any]:
+    """Return the `quantization_config` of a GGUF file whose matrices are in this form."""
+    return {"quant_method": _BLOCKS, "kind": kind, "group_size": group}
 
 
 def dequantized(

@@ -53,7 +53,8 @@ def host_work(model: str, rows: int, context: int, steps: int) -> dict[str, floa
 
         return call
 
-    engine.runner._run = timed("dispatch", engine.runner._run)
+    engine.runner._read_rows = timed("dispatch", engine.runner._read_rows)
+    engine.runner.draw = timed("dispatch", engine.runner.draw)
     run(steps)
     spent |= {"dispatch": 0.0, "wait": 0.0}
     waits, jax.device_get = jax.device_get, timed("wait", jax.device_get)

@@ -261,23 +261,29 @@ class Engine:
             plan = self._scheduler.plan()
             events = [Event(failed.id, end="error", error=_no_room()) for failed in self._scheduler.failed()]
         # A generation that is cancelled meanwhile has its rows computed and dropped.
-        done, self._ahead = self._ahead, plan and self.runner.dispatch(plan)
+        done, begun = self._ahead, plan and self.runner.begin(plan)
+        # Where a grammar waits for the draw before, tokens are drawn behind it, while the devices read the rows.
+        is_late = begun is not None and any(generation.awaits_draw for generation in begun.plan.draws)
+        self._ahead = self.runner.draw(begun) if begun is not None and not is_late else None
         if done is None:
             return events
         reading = self.runner.read(done)
-        self._note_time(done)
+        self._note_time(done, is_followed=begun is not None)
         with self._lock:
-            for chunk in done.plan.chunks:
+            for chunk in done.begun.plan.chunks:
                 if chunk.is_scored and not chunk.generation.end:
                     events.append(Event(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
-            events += self._committed(done.plan, reading)
+            events += self._committed(done.begun.plan, reading)
+        if begun is not None and is_late:
+            self._ahead = self.runner.draw(begun)
         return events
 
-    def _note_time(self, done: PendingStep) -> None:
+    def _note_time(self, done: PendingStep, is_followed: bool) -> None:
         """Measure a step that was read now, where the step before it was read when it began."""
-        began, self._read_at = self._read_at, time.monotonic() if self._ahead else 0.0
-        if self._worth and began and not done.shape.tiles:
-            self._worth.note(done.shape.decode, time.monotonic() - began)
+        began, self._read_at = self._read_at, time.monotonic() if is_followed else 0.0
+        shape = done.begun.shape
+        if self._worth and began and not shape.tiles:
+            self._worth.note(shape.decode, time.monotonic() - began)
 
     def _committed(self, plan: StepPlan, reading: Reading) -> Iterator[Event]:
         """Commit the draws of a step, and yield the events of the tokens."""

@@ -97,8 +97,8 @@ class Generation:
 
     @property
     def awaits_draw(self) -> bool:
-        """True while it must not draw: which tokens its grammar allows depends on one that is not read back."""
-        return self.matcher is not None and bool(self.pending)
+        """True while its next draw must wait: which tokens its grammar allows depends on one that is not read back."""
+        return self.matcher is not None and len(self.pending) > 1
 
     def take(self, token: int) -> EndReason | None:
         """Add a token that was read back, and return why the generation ends with it, if it does."""

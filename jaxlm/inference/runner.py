@@ -35,15 +35,23 @@ _ALL_IDS = np.uint32(2**32 - 1)  # of 32
 
 
 @dataclass(frozen=True)
-class PendingStep:
-    """A step that was dispatched and not read. `hidden_QD`: as `StepResults` has it, on all devices, where a request
-    asks for it."""
+class BegunStep:
+    """A step that reads its rows and has drawn no tokens. `hidden_QD`: as `StepResults` has it, on all devices, where a
+    request asks for it."""
 
     plan: StepPlan
     shape: StepShape
+    batch: Batch
     results: StepResults
-    draws: DrawResults
     hidden_QD: jax.Array | None
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that was dispatched and not read."""
+
+    begun: BegunStep
+    draws: DrawResults
 
 
 class SlotSampling(NamedTuple):
@@ -165,8 +173,8 @@ class Runner:
         self._count((0, self._slots), [], 0)
         self._remember((0, self._slots), [])
 
-    def dispatch(self, plan: StepPlan) -> PendingStep:
-        """Start a step and return at once."""
+    def begin(self, plan: StepPlan) -> BegunStep:
+        """Start to read the rows of a step and return at once. `draw` must follow before another step begins."""
         for index, shard in enumerate(plan.shards):
             for chunk, slot in zip(shard.chunks, shard.slots[len(shard.decode) :], strict=True):
                 if chunk.draws:
@@ -177,30 +185,34 @@ class Runner:
                         self._count((index, slot), generation.tokens, generation.prompt)
                     self._remember((index, slot), generation.tokens)
         shape = self._shape(plan)
-        results, draws = self._run(shape, self._batch(plan, shape), self._masks(plan, shape))
-        hidden_QD = None
+        batch = self._batch(plan, shape)
+        results, hidden_QD = self._read_rows(shape, batch), None
         if any(generation.request.hidden for generation in plan.draws):
             is_whole = self.programs.shards == 1
             hidden_QD = results.hidden_QD if is_whole else self._gather(shape.decode)(results.hidden_QD)
-        return PendingStep(plan, shape, results, draws, hidden_QD)
+        return BegunStep(plan, shape, batch, results, hidden_QD)
 
-    def _run(
-        self, shape: StepShape, batch: Batch, allowed_QW: np.ndarray | None = None
-    ) -> tuple[StepResults, DrawResults]:
+    def _read_rows(self, shape: StepShape, batch: Batch) -> StepResults:
         self._pages, results = self._step(shape)(
             self._parameters, self._pages, self._state.upcoming, batch, self._valid_token_mask
         )
+        if self._drafter:
+            self._drafter.read(shape, self._state.upcoming, batch)
+        return results
+
+    def draw(self, begun: BegunStep) -> PendingStep:
+        """Start to draw the tokens of a step, from those that grammars allow now, and return at once."""
+        shape, batch = begun.shape, begun.batch
         first_Q = np.arange(len(batch.row_Q)) // shape.decode * shape.rows  # rows before those of the draw's shard
         position_Q = batch.position_R[first_Q + batch.row_Q] + 1
         rows = DrawRows(batch.slot_Q, batch.draft_Q, batch.limit_Q, position_Q)
-        if self._drafter:
-            self._drafter.read(shape, self._state.upcoming, batch)
+        allowed_QW = self._masks(begun.plan, shape)
         masks = () if allowed_QW is None else (allowed_QW,)
         drawing = self._draw(shape.decode, is_masked=bool(masks))
-        self._state, draws = drawing(self._state, results.logits_QV, rows, self._valid_token_mask, *masks)
+        self._state, draws = drawing(self._state, begun.results.logits_QV, rows, self._valid_token_mask, *masks)
         if self._drafter:
             self._state = self._drafter.propose(shape, self._state, batch)
-        return results, draws
+        return PendingStep(begun, draws)
 
     def _masks(self, plan: StepPlan, shape: StepShape) -> np.ndarray | None:
         """Return the ids that each draw of a step may give, as `draw` takes them; None where no grammar bars any."""
@@ -209,7 +221,7 @@ class Runner:
         allowed_QW = np.full((len(plan.shards) * shape.decode, -(-self.programs.model.vocab_size // 32)), _ALL_IDS)
         for index, shard in enumerate(plan.shards):
             for generation, rows in shard.rows_of_draws():
-                if generation.matcher is not None:
+                if generation.matcher is not None and not generation.end:
                     allowed_QW[index * shape.decode + rows.start] = generation.matcher.allowed_W
         return allowed_QW
 
@@ -244,10 +256,11 @@ class Runner:
 
     def read(self, step: PendingStep) -> Reading:
         """Wait for a step and return its results."""
-        draws, hidden_QD, *scored = jax.device_get((step.draws, step.hidden_QD, *step.results[2:]))
+        begun = step.begun
+        draws, hidden_QD, *scored = jax.device_get((step.draws, begun.hidden_QD, *begun.results[2:]))
         tokens, foreseen, hidden, scores = {}, set(), {}, {}
-        for index, shard in enumerate(step.plan.shards):
-            first = index * step.shape.decode
+        for index, shard in enumerate(begun.plan.shards):
+            first = index * begun.shape.decode
             for generation, rows in shard.rows_of_draws():
                 accepted = [
                     row for row in range(first + rows.start, first + rows.stop) if draws.accepted_Q[row] != REFUSED
@@ -257,7 +270,7 @@ class Runner:
                     foreseen.add(generation.id)
                 if hidden_QD is not None:
                     hidden[generation.id] = hidden_QD[accepted]
-            first = index * step.shape.tiles * TILE
+            first = index * begun.shape.tiles * TILE
             for chunk in shard.chunks:
                 if chunk.is_scored:
                     rows = _scored_rows(chunk)
@@ -330,8 +343,7 @@ class Runner:
                 for run, start in enumerate(range(first, len(tokens), TILE), begin):
                     chunk = tokens[start : start + TILE]
                     shard.row_Q[-1] = _write_run(shard, shape, run, chunk, start, tables, len(tokens))
-            results, _ = self._run(shape, batch)
-            parts = results.logits_QV.addressable_shards
+            parts = self._read_rows(shape, batch).logits_QV.addressable_shards
             return {(part.index[1].start or 0, np.asarray(part.data)[-1].tobytes()) for part in parts}
 
         plain = self._shapes[False]

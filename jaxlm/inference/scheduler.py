@@ -260,7 +260,7 @@ class Scheduler:
                 continue
             generation = later.popleft()
             shard, start = self._shards[generation.shard], generation.computed
-            if generation.is_drawn or generation.awaits_draw or (generation.is_reading and not shard.tiles):
+            if generation.is_drawn or (generation.is_reading and not shard.tiles):
                 continue
             if generation.is_reading:
                 count = min(len(generation.tokens) - start, shard.tiles * self._tile)

@@ -7,8 +7,8 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering.kernel_matrix import GPUS, MatrixRow, Outcome, rows
 from jaxlm.lowering.sass import HotLoop, cycles, supports
 
-# Matrix products: most of their reads hit the caches.
-MULTIPLYING = ("matmul", "grouped_matmul", "flash_attention")
+# How rows of matrix products begin, most of whose reads hit the caches. Few rows wait for a quantised matrix.
+MULTIPLYING = ("matmul", "grouped_matmul", "flash_attention", "quantized_matmul | triton | 4096 ×")
 
 
 def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:

@@ -12,6 +12,7 @@ from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
 from kernels_pallas.linear_cross_entropy.cases import OPERATION as LINEAR_CROSS_ENTROPY
 from kernels_pallas.matmul.cases import OPERATION as MATMUL
 from kernels_pallas.paged_attention.cases import OPERATION as PAGED_ATTENTION
+from kernels_pallas.quantized_matmul.cases import OPERATION as QUANTIZED_MATMUL
 from kernels_pallas.rms_norm.cases import OPERATION as RMS_NORM
 from kernels_pallas.rotary_embedding.cases import OPERATION as ROTARY_EMBEDDING
 from kernels_pallas.softmax.cases import LOG_OPERATION as LOG_SOFTMAX
@@ -29,6 +30,7 @@ OPERATIONS: dict[str, KernelOperation] = {
         BIAS_ACTIVATION,
         MATMUL,
         GROUPED_MATMUL,
+        QUANTIZED_MATMUL,
         LINEAR_CROSS_ENTROPY,
         FLASH_ATTENTION,
         PAGED_ATTENTION,

@@ -51,7 +51,8 @@ def quantized_matmul(
 
     Nothing is rounded but the result, with two exceptions. "w8a8" rounds each row of x to int8, by the scale that makes
     its largest magnitude 127. Scales of groups of inputs multiply the numbers before the product, which are then in x's
-    dtype, in "mosaic_tpu" (groups of fewer than 128 stored rows) and in "xla" on other chips than CPUs.
+    dtype, in "mosaic_tpu" (groups of fewer than 128 stored rows), in "triton" (of 33 rows of x or more, where a step
+    multiplies several groups), and in "xla" on other chips than CPUs.
 
     On a CPU kinds but "w8a8" save memory, and cost time of few rows and of many: of 2048 × 8192 by outputs "int8" takes
     1.4 times as long as float32 for 2 rows, "int4" 1.5 and "w8a8" a third (benchmarks/quantized_matmul.py).

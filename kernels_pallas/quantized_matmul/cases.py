@@ -24,7 +24,7 @@ def _case(name, rows, k, n, kind, groups=(1, None), *, by_outputs=False, **more)
     }
     if known.scale_dtype == "uint8":
         arrays["scales"] = CaseArray(scales, "uint8", "below", scale=3, mean=120)
-    # Not the definition rounds, but the gradient the matrix, and one kernel the numbers of short groups.
+    # Not the definition rounds, but the gradient the matrix, and kernels the numbers of short groups.
     return KernelCase(name, arrays, {"kind": kind, "by_outputs": by_outputs}, roundings=1, **more)
 
 
@@ -35,6 +35,10 @@ CASES = (
     _case("int8, short groups", (3,), 128, 60, "int8", (4, 6), dtypes=("bfloat16", "float32")),
     _case("fp8, blocks of 128 × 8", (5,), 384, 40, "fp8", (3, 5), dtypes=("bfloat16", "float32")),
     _case("mxfp4, several steps", (17,), 2112, 24, "mxfp4", (66, None), dtypes=("bfloat16", "float32")),
+    _case("int4, many rows", (70,), 256, 72, "int4", (8, None), dtypes=("bfloat16", "float32")),
+    _case("int4, many rows, long groups", (100,), 480, 40, "int4", (3, None), dtypes=("bfloat16", "float32")),
+    _case("fp8, many rows", (64,), 256, 40, "fp8", (4, 5), dtypes=("bfloat16", "float16")),
+    _case("mxfp4, many rows", (64,), 192, 24, "mxfp4", (6, None), dtypes=("bfloat16", "float16")),
     _case("int8, by outputs", (3, 5), 96, 130, "int8", by_outputs=True, dtypes=("bfloat16", "float32")),
     _case("int4, by outputs, groups of 32", (9,), 128, 70, "int4", (4, None), by_outputs=True),
     _case("w8a8, by outputs", (6,), 130, 70, "w8a8", by_outputs=True, dtypes=("bfloat16", "float32")),

@@ -178,6 +178,11 @@ def halves(values: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     return _from_e2m1(wide & 15), _from_e2m1(wide >> 4)
 
 
+def largest_divisor(n: int, most: int) -> int:
+    """Return the largest divisor of n that is at most `most`."""
+    return max(d for d in range(1, min(n, most) + 1) if n % d == 0)
+
+
 def _packed(codes: jax.Array, inputs: int) -> jax.Array:
     """Return nibbles [K, N] packed along K, [K/2, N], in groups of so many inputs."""
     K, N = codes.shape

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core.rounding import rounded_rows
-from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, halves, unit_scales, unpacked
+from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, halves, largest_divisor, unit_scales, unpacked
 
 _BLOCK = 32 * 2048  # numbers of a block, of about this many
 
@@ -105,9 +105,9 @@ def _in_blocks_of_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, kin
     inputs = K // groups
     # A block is a part of a group or some groups; of packed groups whole ones alone.
     rows = max(32, min(2 * M, 512))  # of many rows of x the sums are long, and adding to them takes longer
-    whole = _divisor(groups, max(1, rows // inputs))
+    whole = largest_divisor(groups, max(1, rows // inputs))
     is_part = whole == 1 and len(values) == K
-    height = _divisor(inputs, rows) if is_part else whole * inputs
+    height = largest_divisor(inputs, rows) if is_part else whole * inputs
 
     def one(total: jax.Array, block: tuple) -> tuple[jax.Array, None]:
         x, values, scales = block
@@ -125,8 +125,3 @@ def _in_blocks_of_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, kin
     )
     total, _ = jax.lax.scan(one, jnp.zeros((M, N), x.dtype), blocks)
     return total
-
-
-def _divisor(n: int, most: int) -> int:
-    """Return the largest divisor of n that is at most `most`."""
-    return max(d for d in range(1, min(n, most) + 1) if n % d == 0)

@@ -56,12 +56,16 @@ MOST_RELATIVE_CYCLES = 1.2
 _ERF = (
     "the exact GELU evaluates an error function, a polynomial of many terms, and an A100 adds slowly beside its memory"
 )
+_SCALED = "numbers are scaled, written as bfloat16 and read again, and ptxas moves them and the sums between registers"
 _EDGES = "counted are instructions that put zeros into a group's first and last rows, and that other steps skip"
 BUSIER = {
     ("bias_activation", "A100"): (1.4, _ERF),
     ("bias_activation_backward", "A100"): (1.21, _ERF),
+    ("quantized_matmul", "A100"): (1.25, _SCALED),
     ("grouped_matmul_backward_matrices_mosaic_gpu_kernel", "H100"): (1.4, _EDGES),
 }
+# Bytes that an instruction reads, where they are fewer than 16: Triton copies bytes for tensor cores eight at a time.
+READS = {"quantized_matmul": 8}
 PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 
 
@@ -124,14 +128,14 @@ def _slow(chip, outcomes):
         assert len(outcome.kernels) > 1 or row.implementation == "mosaic_gpu", row
         if row.case.dtypes[0] == "float32":
             continue
-        multiplies = row.operation.name in kernel_tables.MULTIPLYING
+        multiplies = str(row).startswith(kernel_tables.MULTIPLYING)
         for kernel in outcome.kernels:
             where = f"{row}: {kernel}"
             if row.operation.name == "paged_attention" and not kernel.name.startswith("paged_attention"):
                 continue  # XLA puts a few queries in another order
             products = {PRODUCTS[chip] if multiplies else ""}
-            if kernel.name == "paged_attention":  # of few queries, the smallest tiles alone
-                products = {PRODUCTS[chip], "mma.sync"}
+            if kernel.name == "paged_attention" or kernel.name == "quantized_matmul" and not multiplies:
+                products = {PRODUCTS[chip], "mma.sync"}  # of few rows, the smallest tiles alone
             if kernel.name == "paged_attention_mosaic_gpu_kernel":
                 products = {PRODUCTS[chip]}
             if kernel.spilled > _allowed_spills(kernel, chip):
@@ -148,7 +152,11 @@ def _slow(chip, outcomes):
                 least = max(busy.get(unit, 0) for unit in ("MEMORY", "TENSOR", "SPECIAL"))
                 if max(busy.values()) > BUSIER.get((kernel.name, chip), (MOST_RELATIVE_CYCLES, ""))[0] * least:
                     yield f"{where}: too many instructions"
-            if kernel.reads < 16 or kernel.writes < 16 and not kernel.name.endswith(("statistics", "join")):
+            if (
+                kernel.reads < READS.get(kernel.name, 16)
+                or kernel.writes < 16
+                and not kernel.name.endswith(("statistics", "join"))
+            ):
                 yield f"{where}: narrow"
 
 

@@ -9,10 +9,11 @@ from numerics import check, drawn, served
 
 from kernels_pallas import quantized_matmul
 from kernels_pallas.core import interpreted
+from kernels_pallas.core.fp8 import from_bytes
 from kernels_pallas.quantized_matmul import dequantize, quantize
 from kernels_pallas.quantized_matmul.cases import OPERATION
 from kernels_pallas.quantized_matmul.formats import KINDS, halves
-from kernels_pallas.quantized_matmul.triton import _fp8_of
+from kernels_pallas.quantized_matmul.triton import _half_units_of
 
 # Kinds with their groups: all inputs of an output, some inputs, and blocks of inputs and outputs.
 STORED = [
@@ -118,18 +119,20 @@ def test_nibbles_of_a_group_are_its_halves():
 
 
 def test_every_code_is_read_as_its_format_says():
-    """E2M1 and E8M0 by the OCP specification; E4M3 of bytes, as Ampere reads it, by NumPy's type."""
+    """E2M1 and E8M0 by the OCP specification; E4M3 of bytes, as Ampere reads it, by NumPy's type. XLA on a CPU takes
+    numbers of float32 below the smallest normal one for zeros, those of float16, as which bytes are read, not."""
     codes = jnp.arange(256, dtype=jnp.uint8)
     values = np.array([*E2M1, *(-x for x in E2M1)])
-    for numbers, nibbles in zip(halves(codes, "mxfp4"), (np.arange(256) % 16, np.arange(256) // 16), strict=True):
-        np.testing.assert_array_equal(np.asarray(numbers) / 2, values[nibbles])
+    for read in (halves(codes, "mxfp4"), _half_units_of(codes.view(jnp.int8))):
+        for numbers, nibbles in zip(read, (np.arange(256) % 16, np.arange(256) // 16), strict=True):
+            np.testing.assert_array_equal(np.asarray(numbers) / 2, values[nibbles])
     ones = jnp.full((16, 256), 0x22, jnp.uint8)
     powers = np.where(np.arange(256) == 255, np.nan, 2.0 ** (np.arange(256) - 127.0))
     got = dequantize(ones, codes[None], "mxfp4")
-    # XLA on a CPU takes numbers below the smallest normal one for zeros, here the products with half of a scale.
+    # Products of the smallest numbers with half of a scale are zeros on a CPU.
     np.testing.assert_array_equal(np.asarray(got)[0, 2:], powers[2:])
     native = np.asarray(codes).view(jnp.float8_e4m3fn).astype(np.float32)
-    np.testing.assert_array_equal(_fp8_of(codes), native)
+    np.testing.assert_array_equal(from_bytes(codes.view(jnp.int8)), native)
 
 
 def test_numbers_between_two_codes_go_to_the_even_one():
@@ -155,6 +158,9 @@ CALLS = [
         [
             "int4, groups of 32-bfloat16-triton",
             "fp8, blocks of 128 × 8-float32-triton",
+            "int4, many rows-bfloat16-triton",
+            "int4, many rows, long groups-float32-triton",
+            "mxfp4, many rows-bfloat16-triton",
             "mxfp4, several steps-bfloat16-mosaic_tpu",
             "int8, short groups-float32-mosaic_tpu",
             "int4, by outputs, groups of 32-float32-xla",

@@ -43,14 +43,14 @@ pytestmark = ELSEWHERE
 def _calls():
     """Yield every case on Hopper, and a selection on Ampere and Blackwell.
 
-    These differ in how they multiply narrow numbers. They get the cases of matmul and attention in narrow numbers, and
-    the first case of each other operation.
+    These differ in how they multiply narrow numbers. They get the cases of matmul, attention and quantised matrices in
+    narrow numbers, and the first case of each other operation.
     """
     for operation in OPERATIONS.values():
         for implementation in set(operation.implementations) & {"triton", "mosaic_gpu"}:
             for i, (case, dtype) in enumerate(served(operation, implementation)):
                 yield operation, case, dtype, implementation, "H100"
-                multiplies = operation.name in ("matmul", "flash_attention")
+                multiplies = operation.name in ("matmul", "flash_attention", "quantized_matmul")
                 if implementation == "triton" and (dtype != "float32" if multiplies else i == 0):
                     yield operation, case, dtype, implementation, "A100"
                     yield operation, case, dtype, implementation, "B200"
@@ -76,6 +76,8 @@ SAMPLE = {
     "log_softmax-odd width, masked rows-float32-triton-H100",
     "matmul-whole epilogue-bfloat16-triton-A100",
     "paged_attention-wide, window, cap, no keys-bfloat16-mosaic_gpu-H100",
+    "quantized_matmul-fp8, blocks of 128 × 8-bfloat16-triton-B200",
+    "quantized_matmul-mxfp4, many rows-bfloat16-triton-A100",
     "rms_norm-residual-bfloat16-triton-H100",
     "rms_norm-wide, residual-bfloat16-mosaic_gpu-H100",
     "rotary_embedding-half-split-bfloat16-triton-B200",

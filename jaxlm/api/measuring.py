@@ -28,8 +28,7 @@ class DecodeSpeed(NamedTuple):
       tokens_per_step, rows_per_step: of a sequence, the mean tokens that are drawn and rows that are read, a row of
         each draft; 1 without drafts.
       counted_speed_up: with drafts, by how much they raise the tokens in a second, if steps take the time to read their
-        bytes: a draft reads the sequence's keys and values once more. What a draft model reads is not counted. 1
-        without drafts.
+        bytes, those of a draft model too: a draft reads the sequence's keys and values once more. 1 without drafts.
     """
 
     rows: int
@@ -70,7 +69,7 @@ def bench_decode(
 
     Raises InputError for sizes below 1, and where the sequences do not fit the model's context.
     """
-    from jaxlm.costs.serving import token_cost
+    from jaxlm.costs.serving import draft_model_bytes, token_cost
     from jaxlm.inference.measured import decode_steps, read_bytes_per_s
 
     for name, size in {"rows": rows, "context": context, "steps": steps, "blocks": blocks}.items():
@@ -97,11 +96,13 @@ def bench_decode(
                 times.append((time.perf_counter() - start) / steps)
         dtype = str(model.engine().runner.programs.dtype)
         rows_with_drafts = round(rows * statistics.mean(rows_read[1:]))
-        works = [model.decode_work(context + len(times) * steps // 2, n) for n in (rows, rows_with_drafts)]
+        length = context + len(times) * steps // 2
+        works = [model.decode_work(length, n) for n in (rows, rows_with_drafts)]
+        of_draft_model = draft_model_bytes(model.drafting_work(length, rows), rows_with_drafts)
     finally:
         model.set_engine(settings)
     one, read_bytes = (token_cost(work, None).read_bytes // work.layout.size for work in works)  # of one device
-    tokens = statistics.mean(drawn[1:])
+    tokens, read_bytes = statistics.mean(drawn[1:]), read_bytes + of_draft_model
     step_s, read_s = statistics.median(times[1:]), read_bytes / bytes_per_s
     return DecodeSpeed(
         rows=rows,

@@ -351,6 +351,15 @@ class LoadedModel:
         plain = replace(work, drafts=0, acceptance=0.0, draft_model=None)
         return replace(plain, batch=batch or work.batch_shards, sequence=sequence)
 
+    def drafting_work(self, sequence: int, batch: int) -> "Workload":
+        """Return the step of `decode_work` with the model that draws its drafts, where there is one."""
+        from jaxlm.costs.draft_models import planned_draft_model
+
+        work, speculation = self.decode_work(sequence, batch), self.settings.speculation
+        if speculation is None or self.settings.looks_up:
+            return work
+        return replace(work, drafts=speculation.drafts, draft_model=planned_draft_model(speculation.source))
+
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
         from jaxlm.inference.engine import Engine
         from jaxlm.inference.grammar import Grammars

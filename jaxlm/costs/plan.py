@@ -26,6 +26,9 @@ from jaxlm.costs.workload import Workload
 # NCCL's buffers, which are not counted, take memory of a GPU as well.
 HEADROOM = 0.1
 
+# Vocabularies of one tokenizer differ by how far each model pads its tables.
+_PADDING = 1024
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -208,6 +211,12 @@ def check_drafts(work: Workload) -> None:
         )
     if work.draft_model is None:
         return
+    own, its = work.model.vocab_size, work.draft_model.model.vocab_size
+    if abs(own - its) >= _PADDING:
+        raise InputError(
+            f"the draft model has model.vocab_size = {its}, and not the tokens of a model of {own}: take one of the "
+            "same tokenizer"
+        )
     context = work.draft_model.model.context_length
     if work.sequence > context:
         raise InputError(f"the draft model has a context of {context:,} tokens, and sequences have {work.sequence:,}")

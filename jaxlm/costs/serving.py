@@ -1,11 +1,14 @@
 """Serving arithmetic: the critical batch of decoding, and the speedup of speculative decoding."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.counted.operations import Operation
+from jaxlm.costs.draft_steps import draft_drawing, draft_reading
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
@@ -34,9 +37,23 @@ def token_cost(work: Workload, target: Target | None) -> TokenCost:
     """Return the cost of a decoding step, as `jaxlm plan` counts it."""
     if target is not None:
         work = work.on(target.chip)
-    least = sum(op.times * op.least_bytes for op in operations.step(work)) * work.layout.size
+    least = _least_bytes(operations.step(work)) * work.layout.size
     bound = None if target is None else step_time(work, target).lower_bound
     return TokenCost(work.sequence, round(flops(work).model / work.batch), round(least), bound)
+
+
+def draft_model_bytes(work: Workload, rows: int) -> int:
+    """Return the least bytes that the draft model of a decoding step reads and writes on one device beside a step of so
+    many rows; 0 where there is none."""
+    if work.draft_model is None:
+        return 0
+    read = operations.step(replace(draft_reading(work), batch=rows))
+    drawn = work.drafts * _least_bytes(operations.step(draft_drawing(work)))
+    return round(_least_bytes(op for op in read if op.kind != "draw") + drawn)
+
+
+def _least_bytes(ops: Iterable[Operation]) -> float:
+    return sum(op.times * op.least_bytes for op in ops)
 
 
 def critical_batch(work: Workload, target: Target) -> int | None:

@@ -146,7 +146,7 @@ class Workload:
         if inference.speculate is None:
             return self
         source, drafts = Speculation.parse(inference.speculate)
-        draft_model = None if source == LOOK_UP else planned_draft_model(source, self.model)
+        draft_model = None if source == LOOK_UP else planned_draft_model(source)
         return replace(self, drafts=drafts, acceptance=inference.acceptance, draft_model=draft_model)
 
     @property

@@ -94,7 +94,6 @@ def _fitting(arguments: argparse.Namespace, longest: int, rows: int) -> tuple[li
 
 def _show(figures: dict[str, Any]) -> None:
     from jaxlm.cli.tables import TextTable, numbers
-    from jaxlm.inference.settings import LOOK_UP
 
     dtypes = ", ".join(dict.fromkeys(case["dtype"] for case in figures["cases"]))
     title = f"{figures['model']} in {dtypes}, {'exact' if figures['exact'] else 'fast'}"
@@ -115,8 +114,6 @@ def _show(figures: dict[str, Any]) -> None:
                 f"{case['rows']} sequences, {figures['speculate']}: {case['tokens_per_step']:.2f} tokens of "
                 f"{case['rows_per_step']:.2f} rows, counted as {case['counted_speed_up']:.2f} × the tokens/s without"
             )
-        if not figures["speculate"].startswith(LOOK_UP):
-            print("what the draft model itself reads is not counted")
     print(f"memory is read at {figures['read_bytes_per_s'] / 1e9:.1f} GB/s here")
 
 

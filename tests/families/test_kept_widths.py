@@ -11,6 +11,7 @@ from packed_directories import compressed, describe
 
 from jaxlm import api, config
 from jaxlm.families.directory import PublishedModel
+from jaxlm.families.quantized.scaled import ScaledTensor
 from jaxlm.models import lora, tree
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.parallel.rules import TRAIN
@@ -108,3 +109,22 @@ def test_targets_that_are_no_matrices_are_refused(tmp_path):
     changes = ["execution.quantize=int8", 'execution.quantize_targets=["*/norm"]']
     with pytest.raises(ValueError, match=r"quantize_targets\[0\] = '\*/norm' is of no matrix that can be quantised"):
         api.load(tmp_path / "wide", changes).parameters  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "kind, group, form, inputs, fits",
+    [
+        ("int8", 0, Quantization("w8a8"), 96, True),  # whose numbers are those of int8
+        ("int8", 0, Quantization("int8", 64), 96, True),  # in groups of 32, with one scale
+        ("int4", 256, Quantization("int4", 128), 512, True),
+        ("fp8", 128, Quantization("fp8", 128), 576, True),  # in groups of 64: the last block is half a one
+        ("fp8", 128, Quantization("fp8"), 256, False),
+        ("int8", 16, Quantization("int8", 32), 64, False),
+        ("int8", 0, Quantization("int8", 32), 48, False),  # such a matrix is not quantised
+        ("int4", 32, Quantization("int8", 32), 64, False),
+    ],
+)
+def test_a_form_has_the_scales_of_another_where_its_groups_divide_the_others(kind, group, form, inputs, fits):
+    shape = (4, inputs)
+    tensor = ScaledTensor(np.dtype(np.float32), shape, lambda: np.zeros(shape), kind, group, lambda: ())
+    assert tensor.fits(form, inputs) is fits

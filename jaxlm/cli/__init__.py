@@ -44,7 +44,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     for module in (*of_models, plan, compile, hardware, config):
         _add(commands, module)
     measures = _add(commands, bench).add_subparsers(dest="part", metavar="WHAT", required=True)
-    for module in bench.PARTS:
+    for module in bench.parts() if "bench" in arguments[:1] else ():
         _add(measures, module)
     chosen, rest = parser, list(arguments)
     for level in commands, measures:

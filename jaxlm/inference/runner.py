@@ -141,6 +141,7 @@ class Runner:
         # Steps look their programs up by shape alone: comparing models takes time.
         self._step = cache(partial(compiled_step, programs, self.cache))
         self._draw = cache(partial(compiled_draw, programs))
+        self._loaded: set[tuple[StepShape, bool]] = set()  # shapes whose step and draw are there
         self._gather = cache(partial(compiled_gather, programs))
         self._put = cache(partial(compiled_put, programs))
 
@@ -185,6 +186,7 @@ class Runner:
                         self._count((index, slot), generation.tokens, generation.prompt)
                     self._remember((index, slot), generation.tokens)
         shape = self._shape(plan)
+        self._load(shape, is_masked=any(generation.matcher for generation in plan.draws))
         batch = self._batch(plan, shape)
         results, hidden_QD = self._read_rows(shape, batch), None
         if any(generation.request.hidden for generation in plan.draws):
@@ -213,6 +215,15 @@ class Runner:
         if self._drafter:
             self._state = self._drafter.propose(shape, self._state, batch)
         return PendingStep(begun, draws)
+
+    def _load(self, shape: StepShape, *, is_masked: bool) -> None:
+        """Have the two programs of a step, made at a time where they are asked for the first time."""
+        if (shape, is_masked) not in self._loaded:
+            with ThreadPoolExecutor(1) as pool:
+                drawing = pool.submit(self._draw, shape.decode, is_masked=is_masked)
+                self._step(shape)
+            drawing.result()
+            self._loaded.add((shape, is_masked))
 
     def _masks(self, plan: StepPlan, shape: StepShape) -> np.ndarray | None:
         """Return the ids that each draw of a step may give, as `draw` takes them; None where no grammar bars any."""

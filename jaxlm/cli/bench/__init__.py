@@ -1,5 +1,10 @@
 """Measure beside what is counted: kernels and decoding on this machine, or a server under a load."""
 
-from jaxlm.cli.bench import decode, kernels, serve
+from types import ModuleType
 
-PARTS = kernels, decode, serve
+
+def parts() -> tuple[ModuleType, ...]:
+    """Return the modules of what can be measured: other commands start without them."""
+    from jaxlm.cli.bench import decode, kernels, serve
+
+    return decode, kernels, serve

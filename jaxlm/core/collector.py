@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-_FEW_CYCLES = 100_000, 20, 100  # objects until the collector runs, and its runs until it looks at older objects
+_FEW_CYCLES = 500_000, 20, 100  # objects until the collector runs, and its runs until it looks at older objects
 
 
 @cache
 def begin_rarely() -> None:
-    """Let the collector begin after 100,000 new objects, in place of 700 to 2,000, and not at the end of the process.
+    """Let the collector begin after 500,000 new objects, in place of 700 to 2,000, and not at the end of the process.
 
     Imports and traces make millions that stay, over which it would walk again and again.
     """

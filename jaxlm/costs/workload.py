@@ -30,7 +30,7 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, NextTokenConfig, ObjectiveConfig, OptimizerConfig
 from jaxlm.training.groups import frozen
-from kernels_pallas.paged_attention.costs import SectionReads
+from kernels_pallas.paged_attention.costs import FEW_QUERIES, SectionReads
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -76,7 +76,7 @@ class Workload:
         need. `is_padded`: whether padding rows and padding keys of the engine are counted.
       drafts, acceptance, draft_model: in decoding, the drafts of next tokens that a step reads for each sequence, the
         probability that one is right where those before it are, and the model that draws them; None where they are
-        looked up.
+        looked up. `run`: of `without_drafts`, the rows of a sequence whose pages a kernel reads once.
     """
 
     kind: Kind
@@ -101,6 +101,7 @@ class Workload:
     drafts: int = 0
     acceptance: float = 0.0
     draft_model: PlannedDraftModel | None = None
+    run: int = 1
     engine_steps: EngineSteps | None = None
     is_padded: bool = True
 
@@ -157,11 +158,12 @@ class Workload:
 
     @memoized
     def without_drafts(self) -> "Workload":
-        """Return a decoding step with a sequence more for each draft: drafts are rows that read pages by themselves."""
+        """Return a decoding step with a sequence more for each draft: drafts are rows. XLA reads the pages of each row
+        by itself, and a kernel those of a run of rows once."""
         if not self.drafts:
             return self
-        rows = self.batch * (1 + self.drafts)
-        return replace(self, batch=rows, drafts=0, acceptance=0.0, draft_model=None)
+        rows, run = self.batch * (1 + self.drafts), min(1 + self.drafts, FEW_QUERIES)
+        return replace(self, batch=rows, drafts=0, acceptance=0.0, draft_model=None, run=run)
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -382,7 +384,11 @@ class Workload:
     @property
     def sections(self) -> tuple[SectionReads | UnpaddedReads, ...]:
         """The sections of an engine step's rows, with what the rows of each section read."""
-        return self._steps_or_largest.sections
+        sections = self._steps_or_largest.sections
+        if self.run == 1:
+            return sections
+        decode, *tiles = sections
+        return decode._replace(run=self.run) if isinstance(decode, SectionReads) else decode, *tiles
 
     @property
     def _steps_or_largest(self) -> EngineSteps:

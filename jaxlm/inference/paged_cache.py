@@ -16,7 +16,7 @@ from jaxlm.models.cache import CacheEntry, LayerCache, Slot
 from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray, scan, where_rows
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
-from jaxlm.models.views import PagedSection, PagedView
+from jaxlm.models.views import PagedSection, PagedView, RowRuns
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
 from kernels_pallas.core import target
@@ -123,7 +123,7 @@ def _with_tokens(slot: Slot, entry: tuple, tokens: Any) -> tuple:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["arrays", "tables", "position_R"],
+    data_fields=["arrays", "tables", "position_R", "runs"],
     meta_fields=["layout", "rows", "drafts"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,8 @@ class PagedCache:
     sequence, −1 for a row of padding, which writes to page 0. `rows`: of each sequence in a section. In a section with
     several rows, the rows of a sequence follow one another from a multiple of their number on, so that they lie in one
     page; rows of padding at the end may write entries that nobody reads. Runs of one sequence in such a section come in
-    order. `drafts`: the rows before a row that may write to its page, in a section of one row.
+    order. `drafts`: the rows before a row that may write to its page, in a section of one row; and
+    `runs`, which rows these are.
     """
 
     arrays: Arrays
@@ -143,6 +144,7 @@ class PagedCache:
     layout: PageLayout
     rows: tuple[int, ...]
     drafts: int = 0
+    runs: RowRuns | None = None
 
     def layer(self, entry: str, index: jax.Array | int) -> "PagedLayer":
         """Return the cache of the one layer of an entry."""
@@ -164,7 +166,8 @@ class PagedCache:
         """Return the sections of the rows with their pages of a group; empty without a group."""
         if group is None:
             return ()
-        return tuple(PagedSection(*each) for each in zip(self.tables[group], self.rows, strict=True))
+        sections = zip(self.tables[group], self.rows, strict=True)
+        return tuple(PagedSection(table, rows, self.runs if rows == 1 else None) for table, rows in sections)
 
     def put(self, entry: str, layer: LayerCache) -> "PagedCache":
         """Return the cache with what a layer of an entry has stored."""

@@ -14,10 +14,12 @@ from jaxlm.inference.speculation import NO_DRAFT, accepted, count_drafts, drafts
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.doors import select
 from jaxlm.models.transformer import Transformer
+from jaxlm.models.views import RowRuns
 from jaxlm.parallel.collectives import on_any_shard
 from jaxlm.parallel.partition import constrain
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
+from kernels_pallas.paged_attention.costs import FEW_QUERIES
 
 
 class Batch(NamedTuple):
@@ -149,7 +151,12 @@ def ragged_step(
     position_R1 = jnp.maximum(position_R, 0)[:, None]
     end_R1 = jnp.where(is_row_R[:, None], position_R1 + 1, 0)
     rows = (1, shape.tile) if shape.tiles else (1,)
-    cache = PagedCache(pages, batch.tables, position_R, layout, rows, upcoming.draft_SK.shape[1])
+    drafts, runs = upcoming.draft_SK.shape[1], None
+    if drafts:
+        length = min(1 + drafts, FEW_QUERIES)  # more of a sequence would not be split among programs
+        most = min(shape.decode, len(upcoming.last_S) * -(-(1 + drafts) // length))
+        runs = RowRuns.of(batch.draft_Q, most, length)
+    cache = PagedCache(pages, batch.tables, position_R, layout, rows, drafts, runs)
     hidden_R1D, cache, _ = module.hidden(
         token_R[:, None],
         position_R1,

@@ -24,13 +24,45 @@ class CacheView(NamedTuple):
     is_causal: bool = False
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["rows"])
+class RowRuns(NamedTuple):
+    """The runs among rows of which some are drafts that follow one another in one sequence: rows [Q] that read one by
+    one may read the pages of a run together.
+
+    `row_GT`: int32, the rows of each run, Q where it has fewer. `place_Q`: int32, the place of a row among all of them.
+    """
+
+    row_GT: jax.Array
+    place_Q: jax.Array
+
+    @classmethod
+    def of(cls, draft_Q: jax.Array, most: int, length: int) -> "RowRuns":
+        """Return at most `most` runs of at most `length` rows; longer ones are cut. `draft_Q`: how many rows of its
+        sequence come before each row. Rows of padding are those of no sequence, after all others; they may be in any
+        run, also several in one place."""
+        Q = len(draft_Q)
+        run_Q = jnp.minimum(jnp.cumsum(draft_Q % length == 0) - 1, most - 1)
+        place_Q = run_Q * length + draft_Q % length
+        row_GT = jnp.full(most * length, Q, jnp.int32).at[place_Q].set(jnp.arange(Q, dtype=jnp.int32))
+        return cls(row_GT.reshape(most, length), place_Q)
+
+    def gathered(self, x_Q: jax.Array) -> jax.Array:
+        """Return rows [Q, …] by runs, [G, T, …], zeros where a run has fewer."""
+        return jnp.pad(x_Q, [(0, 1), *[(0, 0)] * (x_Q.ndim - 1)])[self.row_GT]
+
+    def scattered(self, x_GT: jax.Array) -> jax.Array:
+        """Return the rows [Q, …] of runs."""
+        return x_GT.reshape(-1, *x_GT.shape[2:])[self.place_Q]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["table", "runs"], meta_fields=["rows"])
 @dataclass(frozen=True)
 class PagedSection:
-    """Rows of a step, `rows` of each of Q sequences: the page table of these sequences is int32 [Q, M]."""
+    """Rows of a step, `rows` of each of Q sequences: the page table of these sequences is int32 [Q, M]. `runs`: those
+    of a section of one row whose sequences may be equal, which may be read together."""
 
     table: jax.Array
     rows: int
+    runs: RowRuns | None = None
 
 
 def scales_of(slot: str) -> str:

@@ -29,6 +29,7 @@ class SectionReads(NamedTuple):
       table: pages of a sequence's table.
       steps: the number of counted steps.
       padding: rows of padding in all counted steps together.
+      run: sequences that are rows of one run, a token and drafts of the next ones: a kernel reads their pages once.
     """
 
     sequences: int
@@ -37,6 +38,12 @@ class SectionReads(NamedTuple):
     table: int
     steps: int = 1
     padding: int = 0
+    run: int = 1
+
+    @property
+    def runs(self) -> int:
+        """The runs of all sequences."""
+        return -(-self.sequences // self.run)
 
     def trips(self, window: int | None) -> int:
         """Return the trips of the loop over pages in layers with this window."""

@@ -24,6 +24,8 @@ from jaxlm.costs.workload import Workload
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SIZES = ["inference.sequences=4", "inference.length=64", "model.num_layers=1", "execution.dtype=bfloat16"]
 
+MORE_ROWS = "inference.sequences=20"
+
 
 def planned(*overrides):
     experiment = api.configure(configurations()["quickstart"], [*SIZES, *overrides])
@@ -33,8 +35,10 @@ def planned(*overrides):
 
 def test_a_draft_is_a_row_and_a_token_with_the_probability_of_those_before():
     plain, four = planned(), planned("inference.speculate=ngram:4", "inference.acceptance=0.5")
-    rows, half = planned("inference.sequences=20"), 1 + 0.5 + 0.25 + 0.125 + 0.0625
-    assert four.flops == rows.flops and four.time == rows.time and four.work.batch == 4
+    rows, half = planned(MORE_ROWS), 1 + 0.5 + 0.25 + 0.125 + 0.0625
+    assert four.flops == rows.flops and four.work.batch == 4
+    by_xla = [planned("execution.kernels=xla", *each) for each in (["inference.speculate=ngram:4"], [MORE_ROWS])]
+    assert by_xla[0].time == by_xla[1].time and four.time.expected < rows.time.expected  # a kernel reads a run's once
     assert four.memory.kv_cache == plain.memory.kv_cache and four.memory.logits == rows.memory.logits
     # An id of four drafts, and of each token of the sequence, in four slots and that for padding.
     assert four.memory.slots - plain.memory.slots == 5 * 4 * (4 + 64)
@@ -52,15 +56,18 @@ def test_drafts_that_are_never_right_make_no_step_shorter(chip, sequences, lengt
     settings = [f"inference.sequences={sequences}", f"inference.length={length}", "inference.acceptance=0"]
     experiment = api.configure(configurations()["llama3.1-8b"], settings)
     work = Workload.of(experiment, kind="decode").on((target := Target.parse(chip)).chip)
-    times = [step_time(replace(work, drafts=drafts), target) for drafts in (0, 1, 2, 4, 8)]
-    for fewer, more in itertools.pairwise(times):  # a step of one sequence has two rows anyway
-        assert fewer.lower_bound <= more.lower_bound and fewer.expected <= more.expected
+    # A step of one sequence has two rows anyway: padding is counted as a reader of pages, and a draft is none.
+    numbers = (0, 1, 2, 4, 8) if sequences > 1 else (1, 2, 4, 8)
+    times = [step_time(replace(work, drafts=drafts), target) for drafts in numbers]
+    for fewer, more in itertools.pairwise(times):
+        assert fewer.lower_bound <= more.lower_bound
+        assert fewer.expected <= 1.001 * more.expected  # longer kernels hide more of the launches
     assert times[0].lower_bound < times[-1].lower_bound
     assert all(replace(work, drafts=drafts).tokens_per_sequence == 1 for drafts in (0, 8))
 
 
-def test_each_row_of_a_run_reads_the_pages_of_its_sequence():
-    """Whatever computes attention: drafts at long contexts cost as many sequences."""
+def test_a_kernel_reads_the_pages_of_a_run_once_and_xla_for_each_row():
+    """Without a kernel drafts at long contexts cost as many sequences."""
     settings = ["inference.sequences=8", "inference.length=8192"]
     work = Workload.of(api.configure(configurations()["llama3.1-8b"], settings), kind="decode")
     for chip, kernels in itertools.product(("h100-sxm5:1", "tpu-v6e:1", "mi300x:1"), ("auto", "xla")):
@@ -69,7 +76,10 @@ def test_each_row_of_a_run_reads_the_pages_of_its_sequence():
         read = kv_cache(plain) / target.chip.memory_bytes_per_s
         four = step_time(replace(plain, drafts=4), target)
         more = four.memory - step_time(plain, target).memory
-        assert 4 * read <= more <= 1.06 * 4 * read  # and logits of more rows
+        if kernels == "auto" and chip != "mi300x:1":
+            assert 0 < more <= 0.25 * read  # logits of more rows, and queries
+        else:
+            assert 4 * read <= more <= 1.06 * 4 * read
 
 
 @pytest.mark.parametrize("speculate", ["ngram:2", f"{STORIES}:2"], ids=["ngram", "model"])

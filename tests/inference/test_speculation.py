@@ -1,5 +1,6 @@
 """Speculation changes no text, not in a bit of what it is drawn from, and takes fewer steps."""
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from engine_fixtures import SMALL, check_pages
 
 from jaxlm import api
 from jaxlm.core.errors import InputError
-from jaxlm.inference import paged_cache, speculation
+from jaxlm.inference import paged_cache, ragged_step, speculation
 from jaxlm.inference.acceptance import Acceptance, DraftWorth
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.engine import Engine
@@ -22,6 +23,7 @@ from jaxlm.inference.grammar import Grammar, Grammars
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.settings import Speculation
 from jaxlm.models import tree
+from jaxlm.models.views import RowRuns
 
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 OPENINGS = ["Once upon a time", 'Lily said, "I love', "The dog and the cat", "One day, Tom saw a big ball. The big"]
@@ -180,6 +182,27 @@ def test_drafts_in_one_page_are_all_written_where_pages_are_scattered_whole(stor
     assert engine.accepted > 20
     before = paged_cache._before_in_page(jnp.array([3, 3, 3, 4, 4, 0, 0, 7]), jnp.array([5, 6, 7, 8, 9, -1, -1, 2]), 3)
     assert before.tolist() == [0, 1, 2, 0, 1, 0, 0, 0]
+
+
+def test_rows_of_a_run_that_read_their_pages_together_are_the_same_to_the_bit(stories, plain, monkeypatch):
+    """As where a kernel reads them, with runs that are cut where they are longer."""
+    door = importlib.import_module("jaxlm.models.doors.paged_attention")
+    together = []
+    monkeypatch.setattr(door, "_reads_in_a_kernel", lambda query, *_: together.append(query.shape) or True)
+    monkeypatch.setattr(DraftWorth, "of", lambda *_: 0.3)
+    monkeypatch.setattr(ragged_step, "FEW_QUERIES", 3)
+    found, _ = served(engine_of(stories, "itself:4"), asked(stories, 14)[:6])
+    assert found == plain[0][:6] and together
+
+
+def test_runs_hold_their_rows_in_order():
+    """Runs of 1, 4 and 2 rows in pieces of 3, then padding; a row is found again in its place."""
+    runs = RowRuns.of(jnp.asarray([0, 0, 1, 2, 3, 0, 1, 0, 0]), 5, 3)
+    assert runs.row_GT.tolist()[:4] == [[0, 9, 9], [1, 2, 3], [4, 9, 9], [5, 6, 9]]
+    rows = jnp.arange(1.0, 10)[:, None] * jnp.ones((1, 2))
+    gathered = runs.gathered(rows)
+    assert gathered.shape == (5, 3, 2) and not gathered[0, 1:].any() and gathered[1, :, 0].tolist() == [2, 3, 4]
+    np.testing.assert_array_equal(runs.scattered(gathered)[:7], rows[:7])
 
 
 @pytest.mark.exhaustive

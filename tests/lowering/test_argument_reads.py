@@ -16,7 +16,7 @@ from jaxlm.costs.counted import operations
 from jaxlm.costs.hardware.target import Target
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.settings import EngineSettings, Speculation
 from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.lowering import hlo, launched_kernels, targets
 from jaxlm.lowering.argument_reads import argument_reads
@@ -260,6 +260,26 @@ def test_a_step_reads_latents_once(chips, dtype):
     changes = {"d_model": 256, "context_length": 384, "vocab_size": 1024, "num_layers": 1, "attention": attention}
     model = model_fixtures.model(model_fixtures.LATENT, **changes)
     check_pages(chips, model, dtype, ["key"] if dtype is None else ["key", "key_scales"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+def test_a_kernel_reads_the_pages_of_a_run_of_drafts_once():
+    """Of four sequences with three drafts each."""
+    mesh = meshes.make(devices=targets.devices(Target.parse("h200-sxm:1")))
+    model = model_fixtures.model(d_model=256, context_length=384, vocab_size=1024, num_layers=1)
+
+    def moved(drafts):
+        settings = EngineSettings(slots=4, speculation=Speculation("ngram", drafts) if drafts else None)
+        programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), settings)
+        cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
+        program = programs.step(StepShape(4 * (1 + drafts), 0, TILE), cache).compile()
+        launches = launched_kernels.kernels(hlo.parse(program.as_text(), trips=1))
+        return sum(kernel.count * kernel.bytes for kernel in launches if "paged_attention" in kernel.name)
+
+    assert 1 < moved(3) / moved(0) < 1.3  # with a run of padding, and queries; rows by themselves would take four times
 
 
 def check_pages(chips, model, dtype, names):

@@ -25,7 +25,7 @@ from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import HEADS, Axes
 from jaxlm.models.views import PagedView, scales_of
 from jaxlm.parallel.collectives import on_each_device
-from kernels_pallas.core import target
+from kernels_pallas.core import interpretation, target
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.paged_attention import costs, kernel_on
@@ -104,7 +104,7 @@ def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str
     parts: list[KernelCost] = []
     workspace = 0
     for section in sections:
-        Q, T, trips = section.sequences, section.queries, section.trips(local.options["window"])
+        Q, T, trips = section.runs, section.queries * section.run, section.trips(local.options["window"])
         rows, tokens = jax.ShapeDtypeStruct((Q, T, N, H), query.dtype), trips * S
         parts += costs.launch_costs(kernel, rows, key, value, tokens, local.options["soft_cap"])
         scores, pv = (Q * K * trips, T * N // K, H, S), (Q * K * trips, T * N // K, S, V)
@@ -151,6 +151,14 @@ def _by_gather(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost
         flops += pages * page.flops
     passes = (Pass(KernelCost(flops=flops), KernelCost(), "softmax", kind="scores"),)
     return DoorCost(tuple(products), passes=passes, workspace=Workspace(beside=workspace), counts_all_steps=True)
+
+
+def _reads_in_a_kernel(query: jax.Array, key: jax.Array, value: jax.Array | None, value_dim: int | None) -> bool:
+    """Return whether a kernel will read the pages, each once for all rows of a run; XLA would compute with the rows
+    that runs lack too."""
+    if kernels.implementation() is not None or interpretation.current() is not None:
+        return False
+    return kernel_on(target.current(), query, key, value_dim if value is None else value) is not None
 
 
 def _page_cost(local: Local, section: costs.SectionReads) -> costs.PageCost:
@@ -221,12 +229,17 @@ def paged_attention(
         part = slice(first, first + Q * rows)
         query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
         start_QT, end_QT = (x_R1[part].reshape(Q, rows) for x_R1 in view.key_range)
+        runs = section.runs if section.runs and _reads_in_a_kernel(query_QTNH, key, value, value_dim) else None
+        if runs:
+            query_QTNH, start_QT, end_QT = (runs.gathered(x[:, 0]) for x in (query_QTNH, start_QT, end_QT))
+            table_QM = table_QM.at[runs.row_GT[:, 0]].get(mode="clip")  # of a run without rows, which sees nothing, any
         operands = (query_QTNH, HEADS), (key, KEY_PAGES), (value, VALUE_PAGES), (table_QM, TABLE)
         operands = *operands, (None if sinks is None else sinks[...], HEADS[2:3])
         operands = *operands, *((each, SCALE_PAGES) for each in _scales(view, value_dim))
         ranges = (start_QT, HEADS[:2]), (end_QT, HEADS[:2])
         with jax.named_scope(costs.loop_name(rows, window)):
             attended_QTNV = on_each_device(functools.partial(_attend, **options), *operands, *ranges)
-        attended.append(attended_QTNV.reshape(Q * rows, 1, *attended_QTNV.shape[2:]))
+        attended_RNV = runs.scattered(attended_QTNV) if runs else attended_QTNV.reshape(-1, *attended_QTNV.shape[2:])
+        attended.append(attended_RNV[:, None])
         first += Q * rows
     return jnp.concatenate(attended)

@@ -16,7 +16,7 @@ def draft_drawing(work: Workload) -> Workload:
     drafts."""
     of_engine = work.engine_steps or draft_reading(work).largest_step().engine_steps
     steps = proposal_steps(of_engine, work.slots)
-    return _of_draft_model(work, replace(work.without_drafts(), batch=work.batch, engine_steps=steps))
+    return _of_draft_model(work, replace(work.without_drafts(), batch=work.batch, run=1, engine_steps=steps))
 
 
 def _of_draft_model(work: Workload, rows: Workload) -> Workload:

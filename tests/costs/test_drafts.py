@@ -120,7 +120,7 @@ def test_a_draft_model_reads_all_rows_and_then_one_of_each_sequence_for_each_dra
             of_llama("llama3.2-1b"),
         )
     )
-    rows = replace(small, batch=40)
+    rows = replace(small, batch=40, run=5)
     (draw,) = (op for op in operations.step(rows) if op.kind == "draw")
     alone = [step_time(each, target) for each in (looked_up, rows, small)]
     time, unread = step_time(both, target), draw.least_bytes / target.chip.memory_bytes_per_s
@@ -150,8 +150,12 @@ def test_drafts_of_a_model_that_are_never_right_cost_more_than_those_of_the_text
             step_time(of_llama("llama3.1-8b", f"inference.speculate={source}", *more).on(target.chip), target)
             for source in ("none", "ngram:2", "llama3.2-1b:2")
         ]
-        assert times[0].lower_bound <= times[1].lower_bound < times[2].lower_bound
-        assert times[0].expected <= times[1].expected < times[2].expected
+        plain, looked_up, drawn = times
+        for end in ("lower_bound", "expected"):
+            of_plain, of_looked_up, of_drawn = (getattr(each, end) for each in (plain, looked_up, drawn))
+            # Padding beside a single sequence is counted as a reader of pages, and a draft is none.
+            assert of_plain <= of_looked_up or sequences == 1
+            assert max(of_plain, of_looked_up) < of_drawn
 
 
 def test_a_search_leaves_a_draft_model_out_where_it_takes_no_drafts():

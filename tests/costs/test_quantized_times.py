@@ -31,5 +31,6 @@ def test_products_of_integers_have_their_rate_where_a_chip_has_one():
             api.plan(api.configure(LLAMA, [*settings, f"execution.quantize={form}"]), chip, workload="prefill").best
             for form in ("int8", "w8a8")
         )
-        assert w8a8.memory.parameters == int8.memory.parameters
+        # The unembedding of 128,256 ids is in int8 too, with a scale for each.
+        assert int8.memory.parameters - w8a8.memory.parameters == 128_256 * (4096 - 4)
         assert (w8a8.time.compute < faster * int8.time.compute) == (faster < 1)

@@ -267,7 +267,7 @@ def test_a_step_reads_latents_once(chips, dtype):
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
 )
 def test_a_kernel_reads_the_pages_of_a_run_of_drafts_once():
-    """Of four sequences with three drafts each."""
+    """Four sequences have three drafts each."""
     mesh = meshes.make(devices=targets.devices(Target.parse("h200-sxm:1")))
     model = model_fixtures.model(d_model=256, context_length=384, vocab_size=1024, num_layers=1)
 

@@ -46,6 +46,10 @@ REPEATED = {
         " 32 keys, without that, are multiplied by mma.sync",
     ),
 }
+_LATENTS = (
+    "16 keys of 576 channels are two tiles of scores for four warps, and two of these compute each; memory takes longer"
+)
+REPEATED |= {("paged_attention of latents", chip): (1.6, _LATENTS) for chip in ("A100", "H100", "B200")}
 REPEATED_ELSEWHERE = 1.1
 # Utilisation of the MXU: with libtpu 0.0.42 no attention kernel is below 0.31, with 0.0.50 on v6e none below 0.24.
 LEAST_PRODUCTS = 0.2
@@ -62,10 +66,11 @@ BUSIER = {
     ("bias_activation", "A100"): (1.4, _ERF),
     ("bias_activation_backward", "A100"): (1.21, _ERF),
     ("quantized_matmul", "A100"): (1.25, _SCALED),
+    ("paged_attention of bytes", "A100"): (1.65, "an A100 converts FP8 by integer operations on each number"),
     ("grouped_matmul_backward_matrices_mosaic_gpu_kernel", "H100"): (1.4, _EDGES),
 }
 # Bytes that an instruction reads, where they are fewer than 16: Triton copies bytes for tensor cores eight at a time.
-READS = {"quantized_matmul": 8}
+READS = {"quantized_matmul": 8, "paged_attention of bytes": 8}
 PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 
 
@@ -142,7 +147,8 @@ def _slow(chip, outcomes):
                 yield f"{where}: spills"
             if kernel.remarks:
                 yield f"{where}: its products wait for each other"
-            if (kernel.done_to_needed or 1) > REPEATED.get((kernel.name, chip), (REPEATED_ELSEWHERE, ""))[0]:
+            named = _with_operands(kernel, row)
+            if (kernel.done_to_needed or 1) > REPEATED.get((named, chip), (REPEATED_ELSEWHERE, ""))[0]:
                 yield f"{where}: multiplies {kernel.done_to_needed:.2f} times what it needs"
             if kernel.products not in products:
                 yield f"{where}: multiplies by {kernel.products or 'nothing'}"
@@ -150,14 +156,23 @@ def _slow(chip, outcomes):
             if sass.supports(known):
                 busy = sass.cycles(known, kernel.hot, cached=multiplies)
                 least = max(busy.get(unit, 0) for unit in ("MEMORY", "TENSOR", "SPECIAL"))
-                if max(busy.values()) > BUSIER.get((kernel.name, chip), (MOST_RELATIVE_CYCLES, ""))[0] * least:
+                if max(busy.values()) > BUSIER.get((named, chip), (MOST_RELATIVE_CYCLES, ""))[0] * least:
                     yield f"{where}: too many instructions"
             if (
-                kernel.reads < READS.get(kernel.name, 16)
+                kernel.reads < READS.get(named, 16)
                 or kernel.writes < 16
                 and not kernel.name.endswith(("statistics", "join"))
             ):
                 yield f"{where}: narrow"
+
+
+def _with_operands(kernel, row):
+    """Return the name of a kernel for the tables above; of paged attention also what its pages hold."""
+    if kernel.name != "paged_attention":
+        return kernel.name
+    if "latents" in row.case.name:
+        return f"{kernel.name} of latents"
+    return f"{kernel.name} of bytes" if row.case.name.endswith(("int8", "fp8")) else kernel.name
 
 
 def _allowed_spills(kernel, chip):

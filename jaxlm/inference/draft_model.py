@@ -36,7 +36,7 @@ class Drafter:
     """
 
     def __init__(self, of: EnginePrograms, draft: DraftModel, valid_token_mask: np.ndarray):
-        self.programs = replace(of, model=draft.model, history=0, quantized=draft.quantized)
+        self.programs = replace(of, model=draft.model, history=0, quantized=draft.quantized, adapters=None)
         self._parameters = self.programs.weights.stored(draft.parameters, of.mesh, ENGINE)
         self._groups = [shared_group(window, of.layout.groups) for window in self.programs.layout.groups]
         self._of_engine = len(of.layout.groups)
@@ -69,7 +69,7 @@ class Drafter:
 
     def read(self, shape: StepShape, upcoming: NextTokens, batch: Batch) -> None:
         """Read the rows of the engine's step."""
-        own = batch._replace(tables=tuple(batch.tables[group] for group in self._groups))
+        own = batch._replace(tables=tuple(batch.tables[group] for group in self._groups), adapter_R=None)
         step = compiled_step(self.programs, self.cache, shape._replace(scores=False))
         self._pages, _ = step(self._parameters, self._pages, upcoming, own, self._valid_V)
 

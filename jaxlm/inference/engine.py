@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.acceptance import DraftWorth
+from jaxlm.inference.adapters import Adapter, adapter_set, beside
 from jaxlm.inference.commands import EngineCommand, encode_commands
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.generation import EndReason, Token
@@ -29,6 +30,7 @@ from jaxlm.models.execution_config import Kernels
 from jaxlm.models.positions import angle_classes
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Tree
+from jaxlm.parallel.rules import ENGINE
 
 
 class Event(NamedTuple):
@@ -72,8 +74,9 @@ class Engine:
       kernels: `execution.kernels`.
       draft: draws the drafts of `settings.speculation`, unless they are looked up.
       quantized: the form of the matrices of layers; None where they are in the dtype to compute in.
+      adapters: that requests may ask for by name, of matrices that may have one (`jaxlm.models.tree.targets`).
 
-    Raises InputError for a model or a page that the engine cannot serve.
+    Raises InputError for a model, a page or adapters that the engine cannot serve.
     """
 
     def __init__(
@@ -89,19 +92,23 @@ class Engine:
         kernels: Kernels = "auto",
         draft: DraftModel | None = None,
         quantized: Quantization | None = None,
+        adapters: Sequence[Adapter] = (),
     ):
         self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
         if (settings.drafts > 0 and not settings.looks_up) != (draft is not None):
             raise InputError("a draft model is given exactly where speculation has a source other than ngram")
         self.grammars = grammars
-        programs = EnginePrograms.of(model, mesh, parameters["embedding"].dtype, settings, kernels, quantized)
+        dtype, sizes = parameters["embedding"].dtype, adapter_set(model, adapters)
+        programs = EnginePrograms.of(model, mesh, dtype, settings, kernels, quantized, sizes)
+        self.adapters = [adapter.name for adapter in adapters]
         self.runner = Runner(
             programs,
-            parameters,
+            beside(model, parameters, adapters, sizes, mesh, ENGINE, dtype, quantized),
             valid_token_mask=valid_token_mask,
             context=settings.context,
             cache_bytes=settings.cache_bytes,
             draft=draft,
+            adapters=self.adapters,
         )
         self.pages = [Pages(self.runner.page_groups, settings.page) for _ in range(programs.shards)]
         self._worth = DraftWorth(programs.shapes.decode, jax.process_count() == 1) if settings.drafts else None
@@ -194,8 +201,8 @@ class Engine:
           compiled: the request's grammar; it is compiled here where it is not given.
 
         Raises InputError as `check_prompts`, `check_biases`, `check_stop_tokens`, `Grammars.compile` and
-        `Grammars.matcher` do, and where `min_tokens` bars more ids than a row keeps; `scheduler.NeverFits` if it could
-        not run alone, and `scheduler.Full` if too many wait.
+        `Grammars.matcher` do, for an adapter that is not there, and where `min_tokens` bars more ids than a row keeps;
+        `scheduler.NeverFits` if it could not run alone, and `scheduler.Full` if too many wait.
         """
         check_prompts(self.model, [request.prompt], request.max_tokens)
         check_biases(self.model, request.sampling)
@@ -207,8 +214,12 @@ class Engine:
             ends = request.ending_ids(self._stop_token_ids)
             compiled = compiled or self.grammars.compile(request.grammar)
             matcher = self.grammars.matcher(compiled, ends, request.min_tokens)
-        # Where rotary angles depend on the length of a sequence, keys are shared within one class of lengths.
-        classes = np.array(angle_classes(self.model, request.most_tokens), np.int64)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise InputError(f"there is no adapter {request.adapter!r}; take {', '.join(self.adapters) or 'none'}")
+        # Where rotary angles depend on the length of a sequence, keys are shared within one class of lengths; and
+        # always within one adapter.
+        adapter = 0 if request.adapter is None else 1 + self.adapters.index(request.adapter)
+        classes = np.array([adapter, *angle_classes(self.model, request.most_tokens)], np.int64)
         key_salt = classes.tobytes() + salt
         with self._lock:
             id = self._scheduler.submit(

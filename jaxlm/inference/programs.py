@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core.errors import InputError
@@ -26,6 +25,7 @@ from jaxlm.inference.sampling import RowSampling
 from jaxlm.inference.settings import CacheDtype, EngineSettings
 from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
+from jaxlm.models.adapter_set import AdapterSet
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import Kernels
 from jaxlm.models.kernels import using_kernels
@@ -58,6 +58,7 @@ class EnginePrograms:
       history: the most tokens of a sequence, in which drafts are looked up; 0 where they are not.
       kernels: `execution.kernels`.
       quantized: the form of the matrices of layers; None where they are in `dtype`.
+      adapters: those beside the matrices; None where there are none.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -74,6 +75,7 @@ class EnginePrograms:
     kernels: Kernels
     quantized: Quantization | None = None
     cache_dtype: CacheDtype | None = None
+    adapters: AdapterSet | None = None
 
     @classmethod
     def of(
@@ -84,12 +86,13 @@ class EnginePrograms:
         settings: EngineSettings,
         kernels: Kernels = "auto",
         quantized: Quantization | None = None,
+        adapters: AdapterSet | None = None,
     ) -> "EnginePrograms":
         """Return the programs of an engine of these sizes, whose slots are divided over the shards."""
         slots = -(-settings.slots // _shards(mesh))
         history = min(model.context_length, settings.context or model.context_length) if settings.looks_up else 0
         sizes = settings.page, slots, settings.chunk_tokens, settings.exact, settings.drafts, history
-        return cls(model, mesh, dtype, *sizes, kernels, quantized, settings.cache_dtype)
+        return cls(model, mesh, dtype, *sizes, kernels, quantized, settings.cache_dtype, adapters)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
@@ -130,13 +133,13 @@ class EnginePrograms:
     def weights(self) -> WeightLayout:
         """The form in which parameters are kept."""
         turned = self.quantized is not None and self.quantized.by_outputs(self.platform)
-        return WeightLayout(self.model, self.is_on_cpu and self.exact, self.quantized, turned)
+        return WeightLayout(self.model, self.is_on_cpu and self.exact, self.quantized, turned, self.adapters)
 
     @cached_property
     def layout(self) -> PageLayout:
         """The pages of the model's layers."""
         with jax.set_mesh(self.mesh), using_rules(ENGINE):  # shards of query heads say which others are copied
-            slots = nnx.merge(self.weights.graph, self.weights.abstract).slots()
+            slots = self.weights.shapes().slots()
         return PageLayout.of(slots, self.page, self.cache_dtype)
 
     @property
@@ -183,6 +186,7 @@ class EnginePrograms:
             tables=tuple(tuple(np.zeros((n, pages), np.int32) for n in sections) for _ in self.layout.groups),
             target_R=np.full(tiles * TILE, -1, np.int32),
             is_ranked_R=np.zeros(tiles * TILE, bool),
+            adapter_R=None if self.adapters is None else np.zeros(rows, np.int32),
         )
 
     def step(self, shape: StepShape, cache: CacheSize) -> MeshProgram:
@@ -195,7 +199,7 @@ class EnginePrograms:
         def step(
             parameters: Tree, pages: Arrays, upcoming: NextTokens, batch: Batch, valid_V: jax.Array
         ) -> tuple[Arrays, StepResults]:
-            module = self.weights.module(parameters)
+            module = self.weights.module(parameters, batch.adapter_R)
             return ragged_step(module, self.layout, shape, pages, upcoming, batch, valid_V)
 
         on_shards = on_each_shard(step, "batch", (False, True, True, True, False))

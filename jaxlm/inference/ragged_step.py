@@ -33,6 +33,7 @@ class Batch(NamedTuple):
     `position_R` say what is read. `tables`: of each group, int32 [·, M] of the rows that decode, and of the tiles where
     there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1 elsewhere.
     `is_ranked_R`: bool, whether the target's rank and all `MAX_LOGPROBS` likeliest tokens are asked for too.
+    `adapter_R`: the adapter of each row, from 1 on, and 0 for none; None where the engine has no adapters.
     """
 
     token_R: np.ndarray
@@ -45,6 +46,7 @@ class Batch(NamedTuple):
     tables: tuple[tuple[np.ndarray, ...], ...]
     target_R: np.ndarray
     is_ranked_R: np.ndarray
+    adapter_R: np.ndarray | None = None
 
     def shard(self, index: int, shards: int) -> "Batch":
         """Return the rows of one of the shards, which lie one after the other, as views."""

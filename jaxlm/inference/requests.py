@@ -108,6 +108,8 @@ class Request(NamedTuple):
 
     With a `grammar` the tokens are those of a text of the grammar, as long as `max_tokens` lets it become, and an id
     ends the text where the text fits the grammar. The text ends without an id where the grammar lets nothing follow.
+
+    `adapter` is the name of one of the engine's adapters; None asks the model itself.
     """
 
     prompt: Sequence[int]
@@ -125,6 +127,7 @@ class Request(NamedTuple):
     ranks: bool = False
     hidden: bool = False
     grammar: Grammar | None = None
+    adapter: str | None = None
 
     def ending_ids(self, stop_token_ids: Collection[int]) -> frozenset[int]:
         """Return all ids that end the continuation; `stop_token_ids`: those of the model."""

@@ -23,7 +23,7 @@ from jaxlm.inference.programs import (
     empty_pages,
 )
 from jaxlm.inference.ragged_step import FORESEEN, REFUSED, Batch, DrawResults, DrawRows, StepResults
-from jaxlm.inference.requests import GREEDY, BarredTokens, Sampling
+from jaxlm.inference.requests import GREEDY, BarredTokens, Request, Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import ShardPlan, StepPlan
 from jaxlm.inference.step_shapes import TILE, StepShape, fitting
@@ -101,6 +101,7 @@ class Runner:
       context: the most tokens of a sequence; None is the model's, or as many as the cache holds.
       cache_bytes: the most memory of pages on each device; None as `cache_size` says.
       draft: draws the drafts, where `programs` have any that are not looked up.
+      adapters: the names of the adapters of `programs`, in order.
 
     Raises InputError for too little memory, or a draft model that does not suit.
     """
@@ -114,7 +115,9 @@ class Runner:
         context: int | None,
         cache_bytes: int | None,
         draft: DraftModel | None = None,
+        adapters: Sequence[str] = (),
     ):
+        self._adapters = {name: index for index, name in enumerate(adapters, 1)}
         self.programs, model, mesh = programs, programs.model, programs.mesh
         self._slots = programs.slots
         self._parameters = programs.weights.stored(parameters, mesh, ENGINE)
@@ -312,7 +315,10 @@ class Runner:
         for i, run in enumerate(plan.decode):
             rows = slice(draws, draws + 1 + run.drafts)
             batch.slot_Q[rows], batch.draft_Q[rows] = plan.slots[i], range(1 + run.drafts)
-            batch.limit_Q[rows], batch.length_R[rows] = run.limit, run.generation.request.most_tokens
+            request = run.generation.request
+            batch.limit_Q[rows], batch.length_R[rows] = run.limit, request.most_tokens
+            if batch.adapter_R is not None:
+                batch.adapter_R[rows] = self._adapter(request)
             for (decode, *_), table in zip(batch.tables, plan.tables[i], strict=True):
                 decode[rows, : len(table)] = table
             draws = rows.stop
@@ -328,7 +334,8 @@ class Runner:
                 batch.is_ranked_R[first + rows.start : first + rows.stop] = request.ranks
             for start in range(chunk.start, chunk.stop, TILE):
                 stop = min(start + TILE, chunk.stop)
-                last = _write_run(batch, shape, run, tokens[start:stop], start, plan.tables[i], request.most_tokens)
+                placed = shape, run, tokens[start:stop], start, plan.tables[i], request.most_tokens
+                last = _write_run(batch, *placed, self._adapter(request))
                 run += 1
             if chunk.draws:
                 batch.row_Q[draws], batch.slot_Q[draws] = last, plan.slots[i]
@@ -337,10 +344,14 @@ class Runner:
                     decode[draws, : len(table)] = table  # of a row of padding, for drafts
                 draws += 1
 
+    def _adapter(self, request: Request) -> int:
+        """Return the index of a request's adapter, as `Batch.adapter_R` has it."""
+        return 0 if request.adapter is None else self._adapters[request.adapter]
+
     def check(self) -> bool:
         """Return whether a token's results are the same to the bit in every program and on every shard of this
-        process, at another row each time, read as part of a prompt or by itself. Pages of a runner that is idle are
-        overwritten."""
+        process, at another row each time, read as part of a prompt or by itself, with the last adapter where there are
+        any. Pages of a runner that is idle are overwritten."""
         tokens = np.random.default_rng(0).integers(0, len(self._valid_token_mask), TILE + 3)
         table = range(1, -(-len(tokens) // self.programs.layout.size) + 1)
 
@@ -353,7 +364,9 @@ class Runner:
                 shard = batch.shard(index, self.programs.shards)
                 for run, start in enumerate(range(first, len(tokens), TILE), begin):
                     chunk = tokens[start : start + TILE]
-                    shard.row_Q[-1] = _write_run(shard, shape, run, chunk, start, tables, len(tokens))
+                    shard.row_Q[-1] = _write_run(
+                        shard, shape, run, chunk, start, tables, len(tokens), len(self._adapters)
+                    )
             parts = self._read_rows(shape, batch).logits_QV.addressable_shards
             return {(part.index[1].start or 0, np.asarray(part.data)[-1].tobytes()) for part in parts}
 
@@ -392,15 +405,18 @@ def _write_run(
     start: int,
     tables: Sequence[Sequence[int]],
     length: int,
+    adapter: int,
 ) -> int:
-    """Write tokens at positions from `start` on, of a sequence that may come to `length`, as a run: the row of a
-    sequence that decodes, or rows of a tile. Return the last row."""
+    """Write tokens at positions from `start` on, of a sequence that may come to `length` and has this adapter, as a
+    run: the row of a sequence that decodes, or rows of a tile. Return the last row."""
     tile = run - shape.decode
     section, place = (0, run) if tile < 0 else (1, tile)
     first = run if tile < 0 else shape.decode + tile * shape.tile
     rows = slice(first, first + len(tokens))
     batch.token_R[rows], batch.position_R[rows] = tokens, range(start, start + len(tokens))
     batch.length_R[rows] = length
+    if batch.adapter_R is not None:
+        batch.adapter_R[rows] = adapter
     for group, table in zip(batch.tables, tables, strict=True):
         group[section][place, : len(table)] = table
     return rows.stop - 1

@@ -14,6 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.models import tree
+from jaxlm.models.adapter_set import AdapterSet
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.transformer import Transformer
@@ -37,6 +38,7 @@ class WeightLayout:
       by_outputs: whether matrices are [out, in].
       quantized: the form of the matrices of layers, where they are quantised.
       quantized_by_outputs: whether these are [out, in].
+      adapters: those beside the matrices.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class WeightLayout:
         by_outputs: bool,
         quantized: Quantization | None = None,
         quantized_by_outputs: bool = False,
+        adapters: AdapterSet | None = None,
     ):
         self.model, self.by_outputs, self._quantized_by_outputs = model, by_outputs, quantized_by_outputs
-        self.graph, self.abstract = tree.abstract(model, unrolled=True, quantized=quantized)
-        self._dimensions = tree.paths(tree.dimensions(self.abstract))
+        self._graph, self._abstract = tree.abstract(model, adapters, True, quantized)
+        self._dimensions = tree.paths(tree.dimensions(self._abstract))
+        self._adapted = () if adapters is None else tree.targets(model, adapters, unrolled=True)
 
     def stored(self, parameters: Tree, mesh: Mesh, rules: Rules) -> Tree:
         """Return the parameters as they are kept, on the mesh as these rules have it."""
@@ -72,10 +76,17 @@ class WeightLayout:
             sharding = self._sharding(of, mesh, rules)
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=_placement(of, sharding))
 
-        return jax.tree_util.tree_map_with_path(kept, tree.shapes(self.abstract, dtype))
+        return jax.tree_util.tree_map_with_path(kept, tree.shapes(self._abstract, dtype))
 
-    def module(self, stored: Tree) -> Transformer:
-        """Return the model with these parameters, inside of a step: XLA multiplies the arrays as they are kept."""
+    def shapes(self) -> Transformer:
+        """Return the model with the shapes of its parameters."""
+        return self._merged(tree.shapes(self._abstract), jax.ShapeDtypeStruct((1,), jnp.int32))
+
+    def module(self, stored: Tree, adapter_R: jax.Array | None = None) -> Transformer:
+        """Return the model with these parameters, inside of a step: XLA multiplies the arrays as they are kept.
+
+        `adapter_R`: int32, the adapter of each row of the step, from 1 on, and 0 for none; None where there are none.
+        """
 
         def declared(path: tuple, x: jax.Array) -> jax.Array:
             of = self._dimensions[_name(path)]
@@ -84,7 +95,13 @@ class WeightLayout:
                 return x.reshape(of.shape)
             return x.T.reshape(of.shape) if self._is_turned(of) else x
 
-        return nnx.merge(self.graph, jax.tree_util.tree_map_with_path(declared, stored))
+        of_layer = None if adapter_R is None else adapter_R[None]
+        return self._merged(jax.tree_util.tree_map_with_path(declared, stored), of_layer)
+
+    def _merged(self, parameters: Tree, adapter: Any) -> Transformer:
+        for path in self._adapted:
+            tree.at(parameters, path)["adapter"] = adapter
+        return nnx.merge(self._graph, parameters)
 
     def _sharding(self, of: Dimensions, mesh: Mesh, rules: Rules) -> NamedSharding:
         sharding = named_sharding(of.axes, of.shape, mesh, rules)

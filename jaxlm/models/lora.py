@@ -8,7 +8,9 @@ from flax import nnx
 
 from jaxlm.core.errors import InputError
 from jaxlm.models.adapted_matrix import AdaptedMatrix
+from jaxlm.models.adapter_set import AdapterSet
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.multi_adapted_matrix import MultiAdaptedMatrix
 from jaxlm.models.parameters import Module, stack
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.models.replaced import at_path, replaced
@@ -41,8 +43,8 @@ def targets(
     return tuple(path for path in matrices if any(fnmatchcase(path, pattern) for pattern in settings.targets))
 
 
-def adapt(module: Transformer, settings: LoraConfig, paths: Sequence[str], rngs: nnx.Rngs) -> Transformer:
-    """Give the matrices of a model at these paths adapters, and return it."""
+def adapt(module: Transformer, settings: LoraConfig | AdapterSet, paths: Sequence[str], rngs: nnx.Rngs) -> Transformer:
+    """Give the matrices of a model at these paths an adapter each, or those of a set, and return it."""
 
     def adapted(rngs: nnx.Rngs) -> Callable[[nnx.Param | QuantizedMatrix], AdaptedMatrix]:
         return lambda base: _adapted(base, settings, rngs)
@@ -50,12 +52,14 @@ def adapt(module: Transformer, settings: LoraConfig, paths: Sequence[str], rngs:
     return replaced(module, paths, adapted(rngs), in_blocks=lambda base: adapted(nnx.Rngs(0))(base))
 
 
-def _adapted(base: nnx.Param | QuantizedMatrix, settings: LoraConfig, rngs: nnx.Rngs) -> AdaptedMatrix:
-    """Return a matrix with an adapter, or a stack of them."""
+def _adapted(base: nnx.Param | QuantizedMatrix, settings: LoraConfig | AdapterSet, rngs: nnx.Rngs) -> AdaptedMatrix:
+    """Return a matrix with an adapter, or with those of a set, or a stack of such matrices."""
     stacked = base.axes.count("layers")
     inputs, axes, shape = len(base.inputs), base.axes[stacked:], base.shape[stacked:]
 
     def make(rngs: nnx.Rngs) -> AdaptedMatrix:
+        if isinstance(settings, AdapterSet):
+            return MultiAdaptedMatrix(shape, axes, inputs, settings.owners, rngs)
         return AdaptedMatrix(shape, axes, inputs, settings.rank, settings.scale, rngs)
 
     matrix = stack(make, base.shape[0], rngs) if stacked else make(rngs)

@@ -7,7 +7,7 @@ compilation. Trees are nested dicts whose leaves are found by path ("layers/atte
 import difflib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.models import lora
+from jaxlm.models.adapter_set import AdapterSet
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.parameters import is_adapter, is_quantized, is_state, keeps_dtype, shapes_alone
@@ -40,12 +41,13 @@ _TABLES = frozenset({"vocab", "positions"})
 
 def abstract(
     model: ModelConfig,
-    adapted: LoraConfig | None = None,
+    adapted: LoraConfig | AdapterSet | None = None,
     unrolled: bool = False,
     quantized: Quantization | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Return (graph, tree) of the model, or of one with adapters or quantised matrices: `nnx.merge(graph, parameters)`
-    is the module. Its layers may be `unrolled`, as `unstack_layers` returns them.
+    is the module. Its layers may be `unrolled`, as `unstack_layers` returns them. The module of an `AdapterSet` has the
+    adapters of a step's rows beside the parameters (`MultiAdaptedMatrix.adapter`).
 
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
     `models.parameters.param` declared. Nobody may change it.
@@ -56,10 +58,12 @@ def abstract(
 
 @lru_cache(maxsize=64)  # commands ask for it a dozen times
 def _abstract(
-    model: ModelConfig, adapted: LoraConfig | None, unrolled: bool, quantized: Quantization | None
+    model: ModelConfig, adapted: LoraConfig | AdapterSet | None, unrolled: bool, quantized: Quantization | None
 ) -> tuple[nnx.GraphDef, nnx.State]:
     with shapes_alone():
-        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, unrolled, quantized)))
+        module = nnx.eval_shape(lambda: build(model, 0, adapted, unrolled, quantized))
+    graph, tree, _ = nnx.split(module, nnx.Param, ...)
+    return graph, tree
 
 
 def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
@@ -157,6 +161,13 @@ def paths(tree: Tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def at(tree: Tree, path: str) -> Tree:
+    """Return the part of a tree below a path."""
+    for name in path.split("/"):
+        tree = tree[name]
+    return tree
+
+
 def parameter_count(model: ModelConfig) -> int:
     """Return the exact number of parameters, tied ones counted once, without state."""
     _, tree = abstract(model)
@@ -174,7 +185,7 @@ def state_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def build(
     model: ModelConfig,
     seed: int,
-    adapted: LoraConfig | None = None,
+    adapted: LoraConfig | AdapterSet | None = None,
     unrolled: bool = False,
     quantized: Quantization | None = None,
 ) -> Transformer:
@@ -187,8 +198,7 @@ def build(
     module = Transformer(model, rngs, unrolled)
     targets = () if adapted is None else _targets(module, adapted)
     if quantized is not None:
-        stacks = module.groups.stacks if not unrolled else nnx.merge(*abstract(model)).groups.stacks
-        chosen = _quantizable(module, quantized, stacks)
+        chosen = _quantizable(module, quantized)
         module = replaced(module, chosen, lambda matrix: QuantizedMatrix(matrix, quantized))
         if quantized.of_unembedding:
             module.unembedding = QuantizedMatrix(_unembedding(module), quantized)
@@ -202,35 +212,45 @@ def _unembedding(module: Transformer) -> nnx.Param:
     return nnx.Param(module.embedding[...].T, axes=("embed", "vocab"), inputs=("embed",))
 
 
-def targets(model: ModelConfig, adapted: LoraConfig) -> tuple[str, ...]:
+def targets(model: ModelConfig, adapted: LoraConfig | AdapterSet, unrolled: bool = False) -> tuple[str, ...]:
     """Return the paths of the matrices that have adapters. Raises InputError for a pattern that matches none."""
-    return _targets(nnx.merge(*abstract(model)), adapted)
+    return _targets(nnx.merge(*abstract(model, unrolled=unrolled)), adapted)
 
 
-def _targets(module: Transformer, adapted: LoraConfig) -> tuple[str, ...]:
+def _targets(module: Transformer, adapted: LoraConfig | AdapterSet) -> tuple[str, ...]:
     declared = paths(dimensions(nnx.state(module)))
+    if isinstance(adapted, AdapterSet):
+        stacked, chosen = _stacked_paths(module, declared), set(adapted.targets)
+        return tuple(path for path in declared if stacked[path] in chosen)
     matrices = [path for path, d in declared.items() if d.projection and not d.of_mixture]
     mixtures = [path for path, d in declared.items() if d.projection and d.of_mixture]
     return lora.targets(adapted, matrices, mixtures, [p for p in declared if p not in (*matrices, *mixtures)])
 
 
-def _quantizable(
-    module: Transformer, quantized: Quantization, stacks: Sequence[tuple[str, Sequence[int]]]
-) -> tuple[str, ...]:
-    """Return the paths of the targets that are quantised: matrices of layers, but for experts and their routers, whose
-    inputs the groups divide. Of unrolled layers targets are those of their `stacks`. Raises InputError for a pattern
-    that is of no such matrix."""
-    declared = paths(dimensions(nnx.state(module)))
+def _stacked_paths(module: Transformer, declared: Iterable[str]) -> dict[str, str]:
+    """Return the path of each parameter where layers are stacked, by its path in a module, which may be unrolled."""
+    if not module.groups.unrolled:
+        return {path: path for path in declared}
+    stacks = nnx.merge(*abstract(module.model)).groups.stacks
     stack_of = {layer: f"layers/{name}" if len(stacks) > 1 else "layers" for name, layers in stacks for layer in layers}
 
     def in_stack(path: str) -> str:
-        if not module.groups.unrolled or not path.startswith("layers/"):
+        if not path.startswith("layers/"):
             return path
         _, layer, below = path.split("/", 2)
         return f"{stack_of[int(layer)]}/{below}"
 
+    return {path: in_stack(path) for path in declared}
+
+
+def _quantizable(module: Transformer, quantized: Quantization) -> tuple[str, ...]:
+    """Return the paths of the targets that are quantised: matrices of layers, but for experts and their routers, whose
+    inputs the groups divide. Of unrolled layers targets are those of their stacks. Raises InputError for a pattern that
+    is of no such matrix."""
+    declared = paths(dimensions(nnx.state(module)))
+    stacked = _stacked_paths(module, declared)
     possible = {
-        path: in_stack(path) for path, d in declared.items() if d.projection and not d.of_mixture and not d.by_outputs
+        path: stacked[path] for path, d in declared.items() if d.projection and not d.of_mixture and not d.by_outputs
     }
     named = list(dict.fromkeys(possible.values()))
     for i, pattern in enumerate(quantized.targets):

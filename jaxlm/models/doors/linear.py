@@ -18,6 +18,7 @@ from jaxlm.models.doors.gather import gather
 from jaxlm.models.doors.heads import kv_heads, repeat_heads
 from jaxlm.models.doors.quantized_linear import quantized_product
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL, Axes
+from jaxlm.models.multi_adapted_matrix import MultiAdaptedMatrix
 from jaxlm.models.parameters import RANK, axes_of
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.partition import constrain, is_sharded
@@ -67,18 +68,20 @@ def linear(
                 y = _product(x, base, *further)
             if names or axes == RESIDUAL or not gathers:
                 y = constrain(y, *axes)
-            y = y if of_adapter is None else y + of_adapter
+            if of_adapter is not None:
+                y = matrix.added(y, of_adapter) if isinstance(matrix, MultiAdaptedMatrix) else y + of_adapter
         results.append(checkpoint_name(y, names[i]) if names else y)
     return tuple(results)
 
 
 def _adapted(x: jax.Array, matrix: AdaptedMatrix, axes: Axes, num_query_heads: int | None) -> jax.Array:
     """Return scale · (x·A)·B, with these logical axes: each device computes its part of the residual from its part of
-    x·A."""
+    x·A. Of several adapters it is that of each row's own."""
     rows = axes[:2]
     narrow = *rows, f"act_{RANK}"
     with jax.named_scope(matrix.name or ""):
-        x_BTR = scale(constrain(_product(x, matrix.a, None, axes=narrow), *narrow), matrix.scale, narrow)
+        x_BTR = constrain(_product(x, matrix.a, None, axes=narrow), *narrow)
+        x_BTR = matrix.own(x_BTR) if isinstance(matrix, MultiAdaptedMatrix) else scale(x_BTR, matrix.scale, narrow)
         return constrain(_product(x_BTR, matrix.b, None, num_query_heads, axes, rows), *axes)
 
 

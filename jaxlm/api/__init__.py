@@ -6,6 +6,7 @@ Importing this module imports nothing heavy; its functions import what they need
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlm.api.measuring import bench_decode
@@ -113,6 +114,7 @@ def load(
     workload: "Kind" = "decode",
     engine: "EngineSettings | None" = None,
     chat_template: str | None = None,
+    adapters: Mapping[str, str | Path] = MappingProxyType({}),
     say: Callable[[str], None] = _silent,
 ) -> "LoadedModel":
     """Load a trained model; its parameters are restored when they are first asked for.
@@ -131,20 +133,27 @@ def load(
         `evaluate`, keeps them in float32 and shards them over fsdp too, and "prefill" those of them that it divides.
       engine: settings of the engine that continues prompts; by default of the sizes in `experiment.inference`.
       chat_template: the path of a chat template, or the name of one that comes with jaxlm, in place of the model's own.
+      adapters: adapters of the model by name, runs with [lora] or PEFT directories. `serve` serves the model with each
+        under its name, and `complete` takes requests of them (`Request.adapter`).
       say: takes a line about each checkpoint that is passed over, and about a dtype that was chosen.
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
     """
     from jaxlm.config import overridden
     from jaxlm.runs.locate import source_of
+    from jaxlm.runs.served_adapter import adapter_of
 
     source = source_of(place(run))
+    if average and adapters:
+        raise InputError("adapters are trained beside weights, and not beside their average; leave out --ema")
     if average and source.experiment().training.ema_decay is None:
         raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = source.overridden(overrides, reads)
     if dtype is None and "execution.dtype" in overridden(overrides):
         dtype = experiment.execution.dtype
-    return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say, chat_template)
+    model = LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say, chat_template)
+    model.adapters = {name: adapter_of(name, place(where), source) for name, where in adapters.items()}
+    return model
 
 
 def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None] = _silent) -> "Imported":

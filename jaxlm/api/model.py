@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from jaxlm.models.quantize_config import Quantization
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.layout import Layout
-    from jaxlm.parallel.rules import Kind
-    from jaxlm.runs.source import ModelSource
+    from jaxlm.parallel.rules import Kind, Rules
+    from jaxlm.runs.served_adapter import ServedAdapter
+    from jaxlm.runs.source import ModelSource, WeightsRequest
     from jaxlm.training.display import Display
     from jaxlm.training.evaluation import Evaluation
 
@@ -52,6 +53,7 @@ class LoadedModel:
     Attributes:
       experiment: that of its run, with overrides.
       settings: of the engine that `engine` makes.
+      adapters: that it serves requests of, by name; set before the engine is made.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class LoadedModel:
     ):
         self.source, self.experiment = source, experiment
         self._given_template = chat_template
+        self.adapters: Mapping[str, ServedAdapter] = {}
         self.settings = engine or experiment.inference.settings()
         self._engine: Engine | None = None
         self._longest = experiment.model.context_length  # that its draft model has too
@@ -161,6 +164,11 @@ class LoadedModel:
             return self.source.chat.template(self._given_template)
         template = self.source.chat.template()
         return template and template.with_kwargs(self.source.chat.variables)
+
+    def chat_template_of(self, adapter: str) -> "ChatTemplate | None":
+        """Return the chat template of an adapter by name: a given one, its own, or the model's; None without one."""
+        own = None if self._given_template is not None else self.adapters[adapter].chat_template()
+        return own or self.chat_template_if_any
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids, those of a conversation up to where the answer begins. Raises InputError for
@@ -363,10 +371,13 @@ class LoadedModel:
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
         from jaxlm.inference.engine import Engine
         from jaxlm.inference.grammar import Grammars
+        from jaxlm.parallel.rules import ENGINE
 
         draft = self._draft_model(settings)  # before the weights: what it refuses is said sooner
         self._step, parameters = self._restored
         del self._restored  # the engine keeps weights in a form of its own, and two are too many
+        request = self._request("float32", ENGINE)
+        adapters = [adapter.load(request, self._step) for adapter in self.adapters.values()]
         return Engine(
             self.config,
             parameters,
@@ -378,6 +389,7 @@ class LoadedModel:
             kernels=self.experiment.execution.kernels,
             draft=draft,
             quantized=self.quantization,
+            adapters=adapters,
         )
 
     def _draft_model(self, settings: "EngineSettings") -> "DraftModel | None":
@@ -452,17 +464,20 @@ class LoadedModel:
     def _restored(self) -> "tuple[int, Tree]":
         """The step and its parameters, rounded on their way: they never lie on the devices in float32 too."""
         from jaxlm.parallel.rules import FORWARD, RULES
-        from jaxlm.runs.source import WeightsRequest
 
-        mesh = self.mesh
         if self._dtype == "stored":
             dtype = None
         else:
             dtype = "float32" if self._workload == "train" else self.dtype
         rules = FORWARD if self._workload == "prefill" else RULES[self._workload]
+        return self.source.weights.restore(self._request(dtype, rules))
+
+    def _request(self, dtype: str | None, rules: "Rules") -> "WeightsRequest":
+        """Return the request for the weights in a dtype, as these rules shard them."""
+        from jaxlm.runs.source import WeightsRequest
+
         asked = self._checkpoint, self._average, self._say, self.quantization
-        request = WeightsRequest(self.config, mesh, rules, dtype, *asked)
-        return self.source.weights.restore(request)
+        return WeightsRequest(self.config, self.mesh, rules, dtype, *asked)
 
     @cached_property
     def _logits(self) -> "Callable[[Tree, jax.Array], jax.Array]":

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxlm.api.model import LoadedModel
     from jaxlm.costs.serving import TokenCost
     from jaxlm.inference.engine import Engine
-    from jaxlm.server.served import ServerLimits
+    from jaxlm.server.served import ServedModel, ServerLimits
 
 Progress: TypeAlias = Callable[[str], AbstractContextManager]  # shows what is being done for the length of a block
 
@@ -44,6 +44,7 @@ class Server:
 
     Attributes:
       name: of the model.
+      adapters: the names of its adapters, each a model for clients.
       exact: whether a text's numbers are the same to the bit, whatever is served beside it.
       dtype: that is computed in.
       quantize: the form of the matrices of layers; None where they are in the dtype.
@@ -66,7 +67,7 @@ class Server:
         self._end_others, metrics = leader.lead(engine), ServerMetrics()
         self._service = EngineService(engine, metrics, lambda: self._http.end())
         metrics.watch(self._service)
-        self.name, self.exact = settings.name or _name(str(model.source)), exact
+        self.name, self.exact, self.adapters = _checked_name(model, settings), exact, [*model.adapters]
         served = ServedModel(
             self.name,
             self._service,
@@ -78,9 +79,19 @@ class Server:
             settings.limits or ServerLimits(),
             settings.keys,
         )
+        adapted = [self._adapted(model, settings, served, name) for name in self.adapters]
+        served = replace(served, adapted=adapted)
         self.dtype, self.layout = served.dtype, served.layout
         self.quantize, self.speculate = served.quantize, served.speculate
         self._http = DrainingServer(make_app(served, metrics), self._service, settings.drain_seconds)
+
+    def _adapted(
+        self, model: "LoadedModel", settings: ServerSettings, served: "ServedModel", adapter: str
+    ) -> "ServedModel":
+        template = model.chat_template_of(adapter)
+        if template is not None and settings.template_variables:
+            template = template.with_kwargs(settings.template_variables)
+        return replace(served, name=adapter, adapter=adapter, chat_template=template, cost=None)
 
     def run(
         self,
@@ -117,8 +128,10 @@ def serve(
       model: as `load` returns it; `model.settings` are those of its engine.
       progress: takes what is being done, and returns a context for it.
 
-    Raises InputError for a model without a tokenizer, and RunFailed for one that must be exact and is not.
+    Raises InputError for a model without a tokenizer, and for adapters that do not fit it or have its name; RunFailed
+    for one that must be exact and is not.
     """
+    _checked_name(model, settings)
     engine, exact = ready_engine(model, progress)
     if settings.must_be_exact and not exact:
         raise RunFailed("programs of other sizes compute a row otherwise here, in some bit; serve without --exact")
@@ -154,6 +167,13 @@ def _cost(model: "LoadedModel", engine: "Engine") -> "TokenCost":
         return token_cost(work, of_devices(device.device_kind, device.platform, work.layout.size))
     except InputError:  # chips that the catalog does not know, or a machine that is not calibrated
         return token_cost(work, None)
+
+
+def _checked_name(model: "LoadedModel", settings: ServerSettings) -> str:
+    """Return the name of a model. Raises InputError where it is that of an adapter."""
+    if (name := settings.name or _name(str(model.source))) in model.adapters:
+        raise InputError(f"an adapter and the model are both called {name}; give one of them another name")
+    return name
 
 
 def _name(source: str) -> str:

@@ -34,7 +34,7 @@ _NEEDS = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 # The same for all processes.
 _SIZES = ("slots", "max_context", "cache_memory", "chunk_tokens", "speculate")
-_SAME = ("overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
+_SAME = ("adapter", "overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {
@@ -56,6 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=8000, metavar="N", help="the port to listen on (%(default)s; 0: any free one)"
     )
     parser.add_argument("--name", metavar="NAME", help="the name by which clients ask for the model (its folder's)")
+    parser.add_argument(
+        "--adapter",
+        type=_adapter,
+        action="append",
+        default=[],
+        metavar="NAME=ADAPTER",
+        help="also serve the model with this adapter, a run with [lora] or a PEFT directory, under a name of its own; "
+        "may be given several times",
+    )
     parser.add_argument(
         "--api-key-file",
         type=path,
@@ -99,6 +108,13 @@ def main(arguments: argparse.Namespace) -> int:
             return _follow(arguments)
         with _bound(arguments) as listening:
             return _serve(arguments, keys, listening)
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, separator, where = text.partition("=")
+    if not (name and separator and where):
+        raise argparse.ArgumentTypeError(f"{text!r} should be NAME=ADAPTER, such as poet=runs/poems")
+    return name, where
 
 
 def _join(arguments: argparse.Namespace, spec: "ProcessSpec | None") -> None:
@@ -160,13 +176,17 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
         kept = f", matrices in {server.quantize}" if server.quantize else ""
         drafts = f", drafts of {server.speculate}" if server.speculate else ""
         how = f"{server.dtype}{kept}{drafts}, {server.layout}, exact: {'yes' if server.exact else 'no'}"
-        _say(f"serving {server.name} at {url}/v1 ({how}); Ctrl-C ends it")
+        names = ", ".join([server.name, *server.adapters])
+        _say(f"serving {names} at {url}/v1 ({how}); Ctrl-C ends it")
 
     return 130 if server.run(listening, ready=ready) == signal.SIGINT else 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise InputError for limits without meaning."""
+    """Raise InputError for limits without meaning, and for two adapters of one name."""
+    names = [name for name, _ in arguments.adapter]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"--adapter {twice[0]}=… is given {names.count(twice[0])} times; give each a name of its own")
     for name in _LIMITS:
         value = getattr(arguments, name.replace("-", "_"))
         if value is not None and not value > 0:

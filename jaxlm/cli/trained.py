@@ -91,6 +91,7 @@ def load(
         dtype=dtype,
         workload=workload,
         chat_template=getattr(arguments, "chat_template", None),
+        adapters=dict(getattr(arguments, "adapter", ())),
         say=say,
     )
     compilation_cache.enable(say)

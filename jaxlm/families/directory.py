@@ -86,14 +86,9 @@ class PublishedModel:
     def _named(self) -> dict[str, StoredTensor | LazyTensor]:
         stored: dict[str, str] = {}
         for name in self._dequantized:
-            if (other := stored.setdefault(self.renamed(name), name)) != name:
+            if (other := stored.setdefault(self.family.renamed(name), name)) != name:
                 raise InputError(f"{self.folder} has {other} and {name}, which are two names of one tensor")
         return {name: self._dequantized[stored_name] for name, stored_name in stored.items()}
-
-    def renamed(self, name: str) -> str:
-        """Return the name that the family has for a tensor."""
-        prefixes = self.family.prefixes.items()
-        return next((now + name.removeprefix(old) for old, now in prefixes if name.startswith(old)), name)
 
     @cached_property
     def _left_out(self) -> list[str]:

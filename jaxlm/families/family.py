@@ -62,6 +62,11 @@ class Family:
     outer: frozenset[str]
     bases: int
 
+    def renamed(self, name: str) -> str:
+        """Return the name that the family has for a tensor."""
+        prefixes = self.prefixes.items()
+        return next((now + name.removeprefix(old) for old, now in prefixes if name.startswith(old)), name)
+
     def rules_of(self, names: Iterable[str]) -> tuple[TensorRule, ...]:
         """Return the rules for a file with tensors of these names: those of the second layout in place of the others
         for the same arrays, if the file has one of its tensors."""

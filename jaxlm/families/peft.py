@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -67,24 +67,32 @@ class Adapter:
         return matrix.astype(np.float32) + (product.T if self.transposed else product)
 
 
-class AdaptedModel(PublishedModel):
-    """The model of a PEFT directory: a published one, each matrix with its adapter added."""
+class AdapterBase(NamedTuple):
+    """A model that adapters are of. `rules`: of the family, for the layout that its tensors have."""
 
-    def __init__(self, folder: Path, hub_name: str | None = None):
-        """Take a directory with an adapter_config.json. Raises InputError if the base model that the file names is
-        missing."""
-        self.adapter = folder
-        self.base = _base(folder, self._adapter_config)
-        super().__init__(self.base.folder, hub_name)
+    name: str
+    model: ModelConfig
+    family: Family
+    rules: Sequence[TensorRule]
 
-    def __str__(self) -> str:
-        return self.hub_name or with_addresses(self.adapter)
+    @classmethod
+    def of(cls, published: PublishedModel) -> "AdapterBase":
+        """Return that of a published model."""
+        return cls(str(published), published.model, published.family, published.rules)
+
+
+class PeftAdapter:
+    """The adapter in a PEFT directory."""
+
+    def __init__(self, folder: Path):
+        """Take a directory with an adapter_config.json."""
+        self.folder = folder
 
     @cached_property
-    def _adapter_config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """The content of adapter_config.json. Raises InputError for a setting that changes results and that jaxlm does
         not support."""
-        file = self.adapter / ADAPTER_CONFIG
+        file = self.folder / ADAPTER_CONFIG
         config = read_json(file)
         if config.get("peft_type") != "LORA":
             raise InputError(f"{file}: peft_type = {config.get('peft_type')!r}, and jaxlm reads LORA")
@@ -92,6 +100,106 @@ class AdaptedModel(PublishedModel):
             if key not in _INERT and value not in (_INITIAL if key == "init_lora_weights" else _NONE):
                 raise InputError(f"{file}: {key} = {value!r}: jaxlm reads adapters without it")
         return config
+
+    @property
+    def base_name(self) -> str:
+        """The name or the path of the model that it adapts; empty where the file names none."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    @property
+    def base_folder(self) -> Path | None:
+        """The folder of the model that it adapts, from here or from the adapter's; None where it is not here."""
+        name = self.base_name
+        for path in (addresses.place(name), self.folder / name) if name else ():
+            copies.pull(path, copies.without_weights)
+            if is_published(path):
+                return path
+        return None
+
+    def base(self) -> PublishedModel:
+        """Return the model that it adapts: that of `base_folder`, or one of the Hub. Raises InputError without one."""
+        if (found := self.base_folder) is not None:
+            return PublishedModel(found)
+        if not is_hub_name(self.base_name):
+            raise InputError(
+                f"{self.folder} adapts {self.base_name!r}, which is no Hugging Face directory; set "
+                f"base_model_name_or_path in {self.folder / ADAPTER_CONFIG}"
+            )
+        revision = self.config.get("revision")
+        of_hub = f"{HUGGING_FACE}{self.base_name}" + (f"@{revision}" if revision else "")
+        return PublishedModel(hub.fetch(of_hub), of_hub)
+
+    def adapters(self, base: AdapterBase) -> dict[str, Adapter]:
+        """Return the adapters by the name of the tensor that each adapts. Raises InputError for an adapter that is
+        broken or adapts no tensor of the model."""
+        file, config = self.folder / ADAPTER, self.config
+        if not file.is_file():
+            raise InputError(f"{self.folder} has no {ADAPTER}; save the adapter as safetensors")
+        declared = _matrices(base.model, base.rules)
+        factors: dict[str, dict[str, StoredTensor]] = {}
+        for name, tensor in safetensors.read_header(file).items():
+            found = _FACTOR.fullmatch(name)
+            matrix = found and base.family.renamed(f"{found['module']}.weight")
+            if found is None or matrix not in declared:
+                raise InputError(f"{file}: {name} is the adapter of no matrix of {base.name}")
+            factors.setdefault(matrix, {})[found["factor"]] = tensor
+        adapters = {}
+        for name, each in factors.items():
+            binding, transposed = declared[name]
+            outputs, inputs = reversed(binding.shape) if transposed else binding.shape
+            shapes = {factor: tensor.shape for factor, tensor in each.items()}
+            rank = shapes.get("A", (0,))[0]
+            if shapes != {"A": (rank, inputs), "B": (outputs, rank)} or rank == 0:
+                said = ", ".join(f"{factor} {list(shape)}" for factor, shape in shapes.items())
+                raise InputError(
+                    f"{file}: the adapter of {name} is {said}, and should be A [r, {inputs}], B [{outputs}, r]"
+                )
+            alpha = self._setting("alpha_pattern", "lora_alpha", name.removesuffix(".weight"))
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            adapters[name] = Adapter(each["A"], each["B"], scale, transposed)
+        return adapters
+
+    def matrices(self, base: AdapterBase) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return float32 A [layers, *inputs, rank] and B [layers, rank, *outputs], the scale in B, by the path of the
+        matrix that they adapt. Raises InputError as `adapters` does, and for one of a table."""
+        declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(base.model)[1]))
+        tensors = _matrices(base.model, base.rules)
+        by_path: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        for name, adapter in self.adapters(base).items():
+            for path, layer, factors in _read(*tensors[name], adapter, declared):
+                if declared[path].table:
+                    raise InputError(
+                        f"{self.folder / ADAPTER}: {name} is a table, which is served with no adapter beside it; serve "
+                        f"{self.folder} by itself, where its adapters are added to the matrices"
+                    )
+                by_path.setdefault(path, {})[layer] = factors
+        return {path: _stacked(layers, declared[path]) for path, layers in by_path.items()}
+
+    def _setting(self, pattern: str, key: str, module: str) -> float:
+        """Return the value for a module: of the first pattern that matches the end of the module's name, or of the
+        key."""
+        file = self.folder / ADAPTER_CONFIG
+        try:
+            for regex, value in (self.config.get(pattern) or {}).items():
+                if re.match(rf"(.*\.)?({regex})$", module):
+                    return float(value)
+            return float(self.config[key])
+        except (re.error, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{file}: {key} and {pattern} give {module} no number ({error})") from None
+
+
+class AdaptedModel(PublishedModel):
+    """The model of a PEFT directory: a published one, each matrix with its adapter added."""
+
+    def __init__(self, folder: Path, hub_name: str | None = None):
+        """Take a directory with an adapter_config.json. Raises InputError if the base model that the file names is
+        missing."""
+        self.adapter, self._peft = folder, PeftAdapter(folder)
+        self.base = self._peft.base()
+        super().__init__(self.base.folder, hub_name)
+
+    def __str__(self) -> str:
+        return self.hub_name or with_addresses(self.adapter)
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor | LazyTensor]:
@@ -113,46 +221,7 @@ class AdaptedModel(PublishedModel):
 
     @cached_property
     def _adapters(self) -> dict[str, Adapter]:
-        """The adapters by the name of the tensor that each adapts. Raises InputError for an adapter that is broken or
-        adapts no tensor of the model."""
-        file, config = self.adapter / ADAPTER, self._adapter_config
-        if not file.is_file():
-            raise InputError(f"{self.adapter} has no {ADAPTER}; save the adapter as safetensors")
-        declared = _matrices(self.model, self.base.rules)
-        factors: dict[str, dict[str, StoredTensor]] = {}
-        for name, tensor in safetensors.read_header(file).items():
-            found = _FACTOR.fullmatch(name)
-            matrix = found and self.base.renamed(f"{found['module']}.weight")
-            if found is None or matrix not in declared:
-                raise InputError(f"{file}: {name} is the adapter of no matrix of {self.base}")
-            factors.setdefault(matrix, {})[found["factor"]] = tensor
-        adapters = {}
-        for name, each in factors.items():
-            binding, transposed = declared[name]
-            outputs, inputs = reversed(binding.shape) if transposed else binding.shape
-            shapes = {factor: tensor.shape for factor, tensor in each.items()}
-            rank = shapes.get("A", (0,))[0]
-            if shapes != {"A": (rank, inputs), "B": (outputs, rank)} or rank == 0:
-                said = ", ".join(f"{factor} {list(shape)}" for factor, shape in shapes.items())
-                raise InputError(
-                    f"{file}: the adapter of {name} is {said}, and should be A [r, {inputs}], B [{outputs}, r]"
-                )
-            alpha = self._setting("alpha_pattern", "lora_alpha", name.removesuffix(".weight"))
-            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            adapters[name] = Adapter(each["A"], each["B"], scale, transposed)
-        return adapters
-
-    def _setting(self, pattern: str, key: str, module: str) -> float:
-        """Return the value for a module: of the first pattern that matches the end of the module's name, or of the
-        key."""
-        config, file = self._adapter_config, self.adapter / ADAPTER_CONFIG
-        try:
-            for regex, value in (config.get(pattern) or {}).items():
-                if re.match(rf"(.*\.)?({regex})$", module):
-                    return float(value)
-            return float(config[key])
-        except (re.error, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{file}: {key} and {pattern} give {module} no number ({error})") from None
+        return self._peft.adapters(AdapterBase.of(self.base))
 
     def load(
         self,
@@ -188,20 +257,9 @@ class AdaptedModel(PublishedModel):
         return [*self.base.remarks(), f"{len(self._adapters)} adapters are added to {self.base}"]
 
 
-def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
-    """Return the model that an adapter names: a folder, from here or from the adapter's, or one of the Hub."""
-    name, file = str(config.get("base_model_name_or_path") or ""), folder / ADAPTER_CONFIG
-    for path in (addresses.place(name), folder / name) if name else ():
-        copies.pull(path, copies.without_weights)
-        if is_published(path):
-            return PublishedModel(path)
-    if not _HUB.fullmatch(name):
-        raise InputError(
-            f"{folder} adapts {name!r}, which is no Hugging Face directory; set base_model_name_or_path in {file}"
-        )
-    revision = config.get("revision")
-    of_hub = f"{HUGGING_FACE}{name}" + (f"@{revision}" if revision else "")
-    return PublishedModel(hub.fetch(of_hub), of_hub)
+def is_hub_name(name: str) -> bool:
+    """Return whether a name is that of a model of the Hub, ORG/NAME."""
+    return bool(_HUB.fullmatch(name))
 
 
 def _matrices(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, tuple[TensorBinding, bool]]:
@@ -227,6 +285,39 @@ def _narrowed(binding: TensorBinding, declared: Mapping[str, Dimensions], rank: 
         return replace(place, shape=(rank, *(1,) * (inputs - 1), *place.shape[inputs:]))
 
     return TensorBinding(binding.name, tuple(map(narrow, binding.places)), binding.pattern)
+
+
+def _read(
+    binding: TensorBinding, transposed: bool, adapter: Adapter, declared: Mapping[str, Dimensions]
+) -> Iterator[tuple[str, int, tuple[np.ndarray, np.ndarray]]]:
+    """Yield path, layer and (A [*inputs, r], B [r, *outputs], with the scale) of each matrix that a tensor holds, of
+    the columns of A that the matrix uses."""
+    a, b = (tensor.read().astype(np.float32) for tensor in (adapter.a, adapter.b))
+    second, rank = adapter.scale * b, len(a)
+    narrow = _narrowed(binding, declared, rank)
+    blocks = narrow.read(second.T if transposed else second)
+    for path in dict.fromkeys(place.path for place in binding.places):
+        of = declared[path]
+        inputs, outputs = ([of.shape[i] for i in some] for some in (of.inputs, of.outputs))
+        own = np.zeros((rank, *outputs), np.float32)
+        for place, block in zip(narrow.places, blocks, strict=True):
+            if place.path == path:
+                part = own[..., place.start : place.end]
+                part[...] = block.reshape(part.shape)
+        used = np.flatnonzero(own.reshape(rank, -1).any(axis=1))
+        layer = next(place.index for place in binding.places if place.path == path)
+        if len(used):
+            yield path, layer[0] if layer else 0, (a.T.reshape(*inputs, rank)[..., used], own[used])
+
+
+def _stacked(layers: Mapping[int, tuple[np.ndarray, np.ndarray]], of: Dimensions) -> tuple[np.ndarray, np.ndarray]:
+    """Return the adapters of a stack of layers, with zeros for layers without one and up to the greatest rank."""
+    rank, count = max(len(b) for _, b in layers.values()), of.shape[of.stack[0]]
+    inputs, outputs = ([of.shape[i] for i in some] for some in (of.inputs, of.outputs))
+    first, second = np.zeros((count, *inputs, rank), np.float32), np.zeros((count, rank, *outputs), np.float32)
+    for layer, (a, b) in layers.items():
+        first[layer, ..., : len(b)], second[layer, : len(b)] = a, b
+    return first, second
 
 
 def _written(

@@ -16,7 +16,7 @@ from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.rules import Rules
 
 
-class Adapter(NamedTuple):
+class NamedAdapter(NamedTuple):
     """The adapter of a model under a name, by which requests ask for it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Adapter(NamedTuple):
         return max(a.shape[-1] for a, _ in self.matrices.values())
 
 
-def adapter_set(model: ModelConfig, adapters: Sequence[Adapter]) -> AdapterSet | None:
+def adapter_set(model: ModelConfig, adapters: Sequence[NamedAdapter]) -> AdapterSet | None:
     """Return the sizes of adapters; None where there are none.
 
     Raises InputError for two of one name, and for one that is not of this model, or of matrices whose adapters the
@@ -51,7 +51,7 @@ def adapter_set(model: ModelConfig, adapters: Sequence[Adapter]) -> AdapterSet |
     return AdapterSet(tuple(adapter.rank for adapter in adapters), tuple(sorted(targets)))
 
 
-def _check(adapter: Adapter, declared: Mapping[str, Dimensions]) -> None:
+def _check(adapter: NamedAdapter, declared: Mapping[str, Dimensions]) -> None:
     if not adapter.matrices:
         raise InputError(f"adapter {adapter.name}: it adapts no matrix")
     for path, (a, b) in adapter.matrices.items():
@@ -77,7 +77,7 @@ def _check(adapter: Adapter, declared: Mapping[str, Dimensions]) -> None:
 def beside(
     model: ModelConfig,
     parameters: Tree,
-    adapters: Sequence[Adapter],
+    adapters: Sequence[NamedAdapter],
     sizes: AdapterSet | None,
     mesh: Mesh,
     rules: Rules,

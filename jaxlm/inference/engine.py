@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.acceptance import DraftWorth
-from jaxlm.inference.adapters import Adapter, adapter_set, beside
+from jaxlm.inference.adapters import NamedAdapter, adapter_set, beside
 from jaxlm.inference.commands import EngineCommand, encode_commands
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.generation import EndReason, Token
@@ -92,7 +92,7 @@ class Engine:
         kernels: Kernels = "auto",
         draft: DraftModel | None = None,
         quantized: Quantization | None = None,
-        adapters: Sequence[Adapter] = (),
+        adapters: Sequence[NamedAdapter] = (),
     ):
         self.model, self.settings, self._stop_token_ids = model, settings, frozenset(stop_token_ids)
         if (settings.drafts > 0 and not settings.looks_up) != (draft is not None):

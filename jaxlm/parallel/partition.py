@@ -5,8 +5,10 @@ Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the collectives.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.parallel.layout import Layout
@@ -51,6 +53,12 @@ def named_sharding(
 ) -> NamedSharding:
     """Return `partition` as a sharding over a mesh of devices."""
     return NamedSharding(mesh, partition(axes, shape, mesh, rules))
+
+
+def on_every_device(arrays: Any, mesh: Mesh) -> Any:
+    """Return a tree of arrays on a mesh as numpy arrays, whole in each process."""
+    whole = jax.jit(lambda arrays: arrays, out_shardings=replicated(mesh))(arrays)
+    return jax.tree.map(np.asarray, whole)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -25,6 +25,7 @@ from jaxlm.runs.trained import RunWeights
 from jaxlm.training.origin import Origin
 
 if TYPE_CHECKING:
+    from jaxlm.families.family import Family
     from jaxlm.models.lora_config import LoraConfig
     from jaxlm.models.tree import Tree
 
@@ -98,17 +99,13 @@ def export(
 
     Raises InputError for a model of no family, for a folder that is there, and as `AdaptedWeights.restore` does.
     """
-    from jaxlm.families import family, peft, settings
+    from jaxlm.families import peft
     from jaxlm.parallel.devices import mesh_here
     from jaxlm.parallel.rules import ENGINE
 
     check_new(out)
     run, origin = weights.run, _as_published(weights.checked_base())
-    experiment, published_config = run.experiment(), run.paths.huggingface / CONFIG
-    if published_config.is_file():
-        of_family = family.named(text_of(read_json(published_config)).get("model_type"), str(published_config))
-    else:
-        of_family = settings.family_of(experiment.model)
+    experiment, of_family = run.experiment(), family_of(run)
     name = origin.source.removeprefix(HUGGING_FACE).partition("@")[0] if origin.revision else origin.source
     if not _is_published(origin):
         say(f"{name} is no Hugging Face directory, as PEFT needs one: export it, and put that in {ADAPTER_CONFIG}")
@@ -120,6 +117,17 @@ def export(
     parameters = peft.write(out, experiment.model, of_family, weights.lora, adapters, base, beside)
     copies.push(out)
     return Converted(of_family.name, parameters)
+
+
+def family_of(run: Run) -> "Family":
+    """Return the family that a run's model is of: that of the files which it was imported from, or the plainest that
+    has all its parts. Raises InputError for a model of none."""
+    from jaxlm.families import family, settings
+
+    published = run.paths.huggingface / CONFIG
+    if published.is_file():
+        return family.named(text_of(read_json(published)).get("model_type"), str(published))
+    return settings.family_of(run.experiment().model)
 
 
 def _as_published(base: Origin) -> Origin:

@@ -21,7 +21,7 @@ from jaxlm.server.metrics import ServerMetrics
 from jaxlm.server.models import model_entry, models_list
 from jaxlm.server.openapi import document
 from jaxlm.server.refusals import Refusal, refusal_of, unexpected
-from jaxlm.server.schema import check_model, parsed
+from jaxlm.server.schema import parsed
 from jaxlm.server.served import ServedModel
 from jaxlm.server.tokens import tokenizer_info
 
@@ -100,12 +100,11 @@ class _Server:
                 body: Any = await to_thread.run_sync(parsed, endpoint.takes, content)
             else:
                 body = parsed(endpoint.takes, content)
-            if body.model is not None:
-                check_model(body.model, [self._served.name])
+            served = self._served.named(body.model)
             begun: list[Any] = []
 
             async def work() -> Any:
-                begun.append(await endpoint.answer(self._served, caller, body))
+                begun.append(await endpoint.answer(served, caller, body))
                 return begun[0]
 
             try:
@@ -154,8 +153,7 @@ class _Server:
 
     def model(self, request: Request) -> Response:
         """Answer with the model of a name."""
-        check_model(request.path_params["name"], [self._served.name])
-        return JSONResponse(model_entry(self._served))
+        return JSONResponse(model_entry(self._served.named(request.path_params["name"]), self._served))
 
     def metrics(self, request: Request) -> Response:
         """Answer with what Prometheus reads."""

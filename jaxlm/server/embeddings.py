@@ -58,7 +58,8 @@ class EmbeddingsAnswer(TypedDict):
 async def embed(served: ServedModel, caller: Caller, body: EmbeddingsBody) -> EmbeddingsAnswer:
     """Answer a request for vectors."""
     prompts = await to_thread.run_sync(_encoded, served, body)
-    requests = [Request(prompt, 1, Sampling(temperature=0.0), hidden=True) for prompt in prompts]
+    how = Sampling(temperature=0.0)
+    requests = [Request(prompt, 1, how, hidden=True, adapter=served.adapter) for prompt in prompts]
     vectors: dict[int, np.ndarray] = {}
     stream = served.service.stream(requests, seeds=[0] * len(prompts), salt=caller.salt)
     async with stream:

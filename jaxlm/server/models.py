@@ -1,4 +1,4 @@
-"""/v1/models: the model that is served."""
+"""/v1/models: the model that is served, and its adapters."""
 
 from typing import Literal
 
@@ -18,8 +18,8 @@ class CountedCost(TypedDict):
 
 
 class ModelEntry(TypedDict):
-    """A model: its name, when it was loaded, the most tokens of a text, the form of quantised matrices, and what a
-    token costs."""
+    """A model: its name, when it was loaded, the most tokens of a text, the form of quantised matrices, what a token
+    costs, and of an adapter the name of the model that it is beside."""
 
     id: str
     object: Literal["model"]
@@ -28,6 +28,7 @@ class ModelEntry(TypedDict):
     max_model_len: int
     quantize: str | None
     counted: CountedCost | None
+    parent: str | None
 
 
 class ModelList(TypedDict):
@@ -37,8 +38,8 @@ class ModelList(TypedDict):
     data: list[ModelEntry]
 
 
-def model_entry(served: ServedModel) -> ModelEntry:
-    """Return the entry of a model."""
+def model_entry(served: ServedModel, base: ServedModel) -> ModelEntry:
+    """Return the entry of a model, which may be one with an adapter of a base."""
     return {
         "id": served.name,
         "object": "model",
@@ -47,9 +48,10 @@ def model_entry(served: ServedModel) -> ModelEntry:
         "max_model_len": served.longest,
         "quantize": served.quantize,
         "counted": served.cost and {**served.cost._asdict()},  # type: ignore[typeddict-item]
+        "parent": None if served.adapter is None else base.name,
     }
 
 
 def models_list(served: ServedModel) -> ModelList:
-    """Return the list of the one model."""
-    return {"object": "list", "data": [model_entry(served)]}
+    """Return the list of the model and its adapters."""
+    return {"object": "list", "data": [model_entry(each, served) for each in served.all]}

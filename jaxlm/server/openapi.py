@@ -38,7 +38,7 @@ def document(served: ServedModel, endpoints: Iterable[Endpoint]) -> dict[str, An
     for each in shared.get("$defs", {}).values():
         if "model" in each["properties"] and each.get("additionalProperties") is False:  # of a request
             model = each["properties"]["model"]
-            model["enum"] = [served.name, *([None] if "anyOf" in model else [])]
+            model["enum"] = [*(each.name for each in served.all), *([None] if "anyOf" in model else [])]
 
     def content(kind: type, media: str = "application/json") -> dict[str, Any]:
         return {media: {"schema": schemas[kind.__name__, "validation"]}}

@@ -5,7 +5,7 @@ Values that clients send unasked and that change nothing are accepted; nothing e
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, WrapValidator
@@ -242,17 +242,6 @@ def _refusal(error: ValidationError) -> Refusal:
         case "missing":
             return Refusal(f"{place} is missing", param=place, code="missing_parameter")
     return Refusal(f"{place}: {message}" if place else message, param=place or None)
-
-
-def check_model(name: str, names: Collection[str]) -> None:
-    """Raise Refusal for a model that is not served."""
-    if name not in names:
-        raise Refusal(
-            f"there is no model {name!r} here; it has {', '.join(map(repr, names))}",
-            404,
-            param="model",
-            code="model_not_found",
-        )
 
 
 def _is_number(value: Any) -> bool:

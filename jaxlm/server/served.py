@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import PurePath
@@ -56,6 +56,8 @@ class ServedModel:
       exact: whether a request has the same numbers to the bit whatever is served beside it (`Engine.check`).
       keys: of the API, of which each request must show one; without keys a request shows none.
       created: seconds since 1970.
+      adapter: the adapter that answers under this name; None where the model itself does.
+      adapted: the same model with each of its adapters, under their names.
     """
 
     name: str
@@ -68,6 +70,26 @@ class ServedModel:
     limits: ServerLimits = ServerLimits()
     keys: Collection[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+    adapter: str | None = None
+    adapted: "Sequence[ServedModel]" = ()
+
+    @property
+    def all(self) -> "list[ServedModel]":
+        """The model, and then the same one with each of its adapters."""
+        return [self, *self.adapted]
+
+    def named(self, name: str | None) -> "ServedModel":
+        """Return what is served under a name; the model itself for None. Raises Refusal for a name that is not
+        served."""
+        by_name = {each.name: each for each in self.all}
+        if name is not None and name not in by_name:
+            raise Refusal(
+                f"there is no model {name!r} here; it has {', '.join(map(repr, by_name))}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+        return self if name is None else by_name[name]
 
     @cached_property
     def token_bytes(self) -> Callable[[int], bytes]:

@@ -164,6 +164,7 @@ class CompletionStream:
                 scores_from=scores_from,
                 ranks=completion.ranks or (completion.scores or 0) > 1,
                 grammar=completion.grammar if completion.max_tokens != 0 else None,
+                adapter=served.adapter,
             )
             for prompt, limit in zip(completion.prompts, limits, strict=True)
             for sample in range(completion.n)

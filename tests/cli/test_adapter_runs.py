@@ -9,8 +9,12 @@ import pytest
 import runs
 from story_fixtures import STORIES, shallow
 
+from jaxlm import api
 from jaxlm.cli import main
 from jaxlm.families.directory import PublishedModel
+from jaxlm.inference.completion import completions
+from jaxlm.inference.requests import Sampling
+from jaxlm.inference.settings import EngineSettings
 
 STORY = (STORIES / "expected.txt").read_text()
 CONFIG = f"""
@@ -177,3 +181,43 @@ def test_adapters_of_an_import_name_the_directory_that_it_came_from(folder, tmp_
     base.rename(tmp_path / "elsewhere")
     assert main(["export", str(run), str(tmp_path / "second"), "--adapter"]) == 0
     assert f"{imported} is no Hugging Face directory, as PEFT needs one: export it" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_adapters_are_served_beside_their_base(folder, tmp_path):
+    """A run's and the PEFT directory that it is exported to, together with the base: each draws what it draws by
+    itself, where its adapters are added to the matrices. With a temperature: the likeliest token is always one."""
+    assert main(["export", str(folder / "run"), str(tmp_path / "peft"), "--adapter"]) == 0
+    options = {"dtype": "float32", "engine": EngineSettings(slots=4, page=32, chunk_tokens=32, context=128)}
+    model = api.load(folder / "base", adapters={"run": folder / "run", "peft": tmp_path / "peft"}, **options)
+    (request,) = model.requests(["Once upon a time"], 24, 1, Sampling(temperature=1.0), ())
+    names = [None, "run", "peft"]
+    together = completions(model.complete([request._replace(adapter=name) for name in names]), 3)
+    models = [api.load(each, **options) for each in (folder / "base", folder / "run", tmp_path / "peft")]
+    alone = [each.generate(["Once upon a time"], 24, temperature=1.0)[0] for each in models]
+    assert [found.text for found in together] == [found.text for found in alone]
+    assert together[0].text != together[1].text
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_not_of_what_is_served_is_refused(folder, tmp_path, capsys):
+    assert main(["export", str(folder / "run"), str(tmp_path / "peft"), "--adapter"]) == 0
+    shallow(tmp_path / "deeper", layers=3)
+    shutil.copytree(folder / "base", tmp_path / "other")
+    stored = bytearray((tmp_path / "other" / "model.safetensors").read_bytes())
+    stored[-1] ^= 1
+    (tmp_path / "other" / "model.safetensors").write_bytes(stored)
+
+    def line(base, *given):
+        small = "--port", "0", "--slots", "2", "--chunk-tokens", "32", "--max-context", "64"
+        return refused(capsys, "serve", base, *small, *[word for each in given for word in ("--adapter", each)])
+
+    run, peft, base = f"a={folder / 'run'}", f"a={tmp_path / 'peft'}", folder / "base"
+    assert "--adapter a=… is given 2 times; give each a name of its own" in line(base, run, peft)
+    assert "an adapter and the model are both called base" in line(base, f"base={folder / 'run'}")
+    assert f"{base} is no run with adapters ([lora]) and no PEFT directory" in line(base, f"a={base}")
+    assert "adapts another model than" in line(tmp_path / "deeper", run)
+    assert f"whose weights are not those of {tmp_path / 'other'}" in line(tmp_path / "other", run)
+    assert f"whose weights are not those of {tmp_path / 'other'}; serve that, or set" in line(tmp_path / "other", peft)
+    assert "'nothing' should be NAME=ADAPTER, such as poet=runs/poems" in line(base, "nothing")

@@ -77,10 +77,16 @@ def test_adapters_come_back_as_they_were(tmp_path, name, targets):
     mesh = meshes.make()
     expected = summed(model.load(mesh, TRAIN, "float32"), adapters, lora.scale)
     there = tree.paths(peft.AdaptedModel(tmp_path / "adapter").load(mesh, TRAIN, "float32"))
+    beside = peft.PeftAdapter(tmp_path / "adapter").matrices(peft.AdapterBase.of(model))
+    parts = {f"{path}/{factor}": part for path, pair in beside.items() for factor, part in zip("ab", pair, strict=True)}
+    assert parts.keys() == tree.paths(adapters).keys()
+    assert all(len(b[0]) == lora.rank for _, b in beside.values())
+    apart = summed(model.load(mesh, TRAIN, "float32"), jax.tree.map(np.asarray, parts), 1.0)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["fan_in_fan_out"] == name.startswith("gpt2")  # whose matrices are stored [in, out]
     for path, leaf in expected.items():
-        np.testing.assert_allclose(there[path], leaf, atol=1e-5 * np.abs(leaf).max(), err_msg=path)
+        for found in (there, apart):
+            np.testing.assert_allclose(found[path], leaf, atol=1e-5 * np.abs(leaf).max(), err_msg=path)
 
 
 def test_adapters_of_experts_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 
+import adapter_fixtures
 import jax
 import meshes
 import model_fixtures
@@ -11,7 +12,7 @@ from engine_fixtures import check_pages
 from matrices import sampled
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.adapters import Adapter, adapter_set
+from jaxlm.inference.adapters import NamedAdapter, adapter_set
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.settings import EngineSettings, Speculation
@@ -35,18 +36,8 @@ def model_of(family):
     return model_fixtures.model(FAMILIES[family], context_length=160)
 
 
-def trained(model, name):
-    """Return random adapters as a run saves them."""
-    declared, _ = tree.trained(tree.abstract(model, LORAS[name])[1])
-    draw = np.random.default_rng(ord(name))
-    return jax.tree.map(lambda x: 0.3 * draw.standard_normal(x.shape, np.float32), tree.shapes(declared))
-
-
 def adapter(model, name):
-    leaves = tree.paths(trained(model, name))
-    paths = [path.removesuffix("/a") for path in leaves if path.endswith("/a")]
-    scale = LORAS[name].scale
-    return Adapter(name, {path: (leaves[f"{path}/a"], scale * leaves[f"{path}/b"]) for path in paths})
+    return adapter_fixtures.adapter(name, model, LORAS[name], ord(name))
 
 
 @functools.cache
@@ -55,9 +46,8 @@ def merged(model, name):
     base = tree.init(model, 0, meshes.make())
     if name is None:
         return base
-    whole = tree.joined(
-        tree.under_adapters(base, tree.targets(model, LORAS[name])), jax.device_put(trained(model, name))
-    )
+    beside = tree.under_adapters(base, tree.targets(model, LORAS[name]))
+    whole = tree.joined(beside, jax.device_put(adapter_fixtures.trained(model, LORAS[name], ord(name))))
     return tree.merged(model, LORAS[name], whole, meshes.make(), FORWARD)
 
 
@@ -124,9 +114,10 @@ def test_each_request_is_served_with_its_own_adapter(case):
     by the sums of its matrices, to the order of sums."""
     family, dtype, *how = case
     engine, asked = make(family, ("x", "y"), dtype, *how), requests()
+    assert engine.check()
     together = [*map(bits, served(engine, asked))]
     assert [bits(served(engine, [request])[0]) for request in asked[::-1]] == together[::-1]
-    assert engine.pages_cached and engine.check()
+    assert engine.pages_cached
     plain = make(family, (), dtype, *how)
     assert [bits(text) for text in served(plain, [r for r in asked if not r.adapter])] == together[::3]
     if dtype == "float32":
@@ -168,15 +159,15 @@ def test_drafts_change_no_text_of_an_adapter():
 
 WRONG = {
     "two adapters are called x": lambda x: [x, x],
-    "adapter z: it adapts no matrix": lambda x: [Adapter("z", {})],
+    "adapter z: it adapts no matrix": lambda x: [NamedAdapter("z", {})],
     "layers/attention/nothing is no matrix of the model": lambda x: [
-        Adapter("z", {"layers/attention/nothing": x.matrices["layers/attention/query"]})
+        NamedAdapter("z", {"layers/attention/nothing": x.matrices["layers/attention/query"]})
     ],
     r"A \[2, 32, 4\] and B \[2, 4, 48\] of layers/feed_forward/down should be \[2, 48, 4\]": lambda x: [
-        Adapter("z", {"layers/feed_forward/down": x.matrices["layers/feed_forward/up"]})
+        NamedAdapter("z", {"layers/feed_forward/down": x.matrices["layers/feed_forward/up"]})
     ],
     "numbers of layers/feed_forward/up are not finite": lambda x: [
-        Adapter("z", {"layers/feed_forward/up": tuple(m * np.inf for m in x.matrices["layers/feed_forward/up"])})
+        NamedAdapter("z", {"layers/feed_forward/up": tuple(m * np.inf for m in x.matrices["layers/feed_forward/up"])})
     ],
 }
 

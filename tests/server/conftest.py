@@ -1,5 +1,6 @@
 """One tiny model behind a server over loopback, for all tests of the server."""
 
+import adapter_fixtures
 import meshes
 import model_fixtures
 import openai
@@ -11,6 +12,7 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.grammar import Grammars
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
+from jaxlm.models.lora_config import LoraConfig
 
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64, max_queued=64)
 
@@ -22,7 +24,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def engine(tokenizer):
-    """An engine of random weights: its texts are random bytes, few of which are characters."""
+    """An engine of random weights and adapters: its texts are random bytes, few of which are characters."""
     vocabulary = 264  # more rows than tokens
     model = model_fixtures.model(vocab_size=vocabulary, context_length=CONTEXT, num_layers=1)
     parameters = tree.init(model, 0, meshes.make())
@@ -34,6 +36,10 @@ def engine(tokenizer):
         SETTINGS,
         valid_token_mask=tokenizer.valid_token_mask(vocabulary),
         grammars=Grammars(tokenizer, vocabulary),
+        adapters=[
+            adapter_fixtures.adapter("poet", model, LoraConfig(rank=2), 1),
+            adapter_fixtures.adapter("org/critic", model, LoraConfig(rank=3, targets=("*/down",)), 2),
+        ],
     )
     engine.warm(scores=True)
     return engine

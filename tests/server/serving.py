@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from dataclasses import replace
 
 import tokenizer_fixtures
 import uvicorn
@@ -30,6 +31,8 @@ def serving(engine, tokenizer, **options):
     template = ChatTemplate(tokenizer_fixtures.CHATML, tokenizer, {}, "chat_template.jinja")
     given = {"chat_template": template, "cost": TokenCost(128, 1_234_000, 4_567_000, 0.002), **options}
     served = ServedModel("tiny", service, tokenizer, **given)
+    adapted = [replace(served, name=name, adapter=name, cost=None) for name in engine.adapters]
+    served = replace(served, adapted=adapted)
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(make_app(served, metrics), log_level="warning", timeout_graceful_shutdown=10)
@@ -50,7 +53,7 @@ def tokens_alone(served, prompt, max_tokens, sampling=Sampling(temperature=0.8),
     """Return the tokens that follow a prompt of ids."""
 
     async def run():
-        request = Request(prompt, max_tokens, sampling, stream=stream)
+        request = Request(prompt, max_tokens, sampling, stream=stream, adapter=served.adapter)
         async with served.service.stream([request], seeds=[seed]) as events:
             return [event.token.id async for _, event in events if event.token is not None]
 

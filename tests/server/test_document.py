@@ -46,7 +46,7 @@ def test_it_has_every_route(server):
     assert found == set(OPERATIONS)
     bodies = described["components"]["schemas"]
     assert bodies["ChatBody"]["additionalProperties"] is False
-    assert bodies["ChatBody"]["properties"]["model"]["enum"] == ["tiny"]
+    assert bodies["ChatBody"]["properties"]["model"]["enum"] == ["tiny", "poet", "org/critic"]
     assert all("description" in each for each in bodies["CompletionBody"]["properties"].values() if "enum" not in each)
 
 

@@ -51,7 +51,7 @@ class KeptPrograms:
         self.folder, self._most_bytes = folder, most_bytes
 
     def compiled(
-        self, made_from: str, devices: "Sequence[jax.Device]", lower: "Callable[[], jax.stages.Lowered]"
+        self, made_from: str, devices: Sequence[Any], lower: "Callable[[], jax.stages.Lowered]"
     ) -> "jax.stages.Compiled":
         """Return a compiled program, from the folder where it is there, and keep it otherwise.
 
@@ -79,7 +79,7 @@ class KeptPrograms:
     def _file(self, described: str) -> Path:
         return self.folder / hashlib.sha256(described.encode()).hexdigest()
 
-    def _loaded(self, file: Path, devices: "Sequence[jax.Device]") -> "jax.stages.Compiled | None":
+    def _loaded(self, file: Path, devices: Sequence[Any]) -> "jax.stages.Compiled | None":
         """Return the program in a file; None where there is none that is whole."""
         from jax.experimental import serialize_executable
 
@@ -141,7 +141,7 @@ def keep_in(folder: Path | None, most_bytes: int = 0) -> None:
 
 
 def compiled(
-    made_from: str, devices: "Sequence[jax.Device]", lower: "Callable[[], jax.stages.Lowered]"
+    made_from: str, devices: Sequence[Any], lower: "Callable[[], jax.stages.Lowered]"
 ) -> "jax.stages.Compiled":
     """Return a compiled program as `KeptPrograms.compiled`. It is not kept where there is no folder, where it runs on
     several processes, which have to agree on what is compiled, or with plug-ins, which may change any part of it."""
@@ -163,7 +163,7 @@ def _settings() -> str:
     return f"{of_jax}\n{of_compilers}\n{os.cpu_count()} {len(os.sched_getaffinity(0))}"
 
 
-def _described(devices: "Sequence[jax.Device]") -> str:
+def _described(devices: Sequence[Any]) -> str:
     """Return what programs for these devices depend on."""
     kinds = [(device.id, device.platform, device.device_kind) for device in devices]
     return f"{devices[0].client.platform_version} {kinds} of {devices[0].client.device_count()}"
@@ -179,7 +179,9 @@ def _sources() -> str:
 
     digest = hashlib.sha256()
     for package in ("jaxlm", "kernels_pallas"):
-        root = os.path.dirname(find_spec(package).origin)
+        found = find_spec(package)
+        assert found and found.origin, package
+        root = os.path.dirname(found.origin)
         for name in sorted(os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names):
             if not name.endswith(".pyc"):
                 with open(name, "rb") as file:

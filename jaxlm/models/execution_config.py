@@ -87,8 +87,14 @@ class ExecutionConfig(Section):
         """The form of the matrices of layers; None where they are in `dtype`."""
         if self.quantize == "none":
             return None
-        groups = {"auto": 64 if self.quantize == "int4" else 0, "all": 0}
-        return Quantization(self.quantize, groups.get(self.quantize_group, self.quantize_group), self.quantize_targets)
+        match self.quantize_group:
+            case "auto":
+                group = 64 if self.quantize == "int4" else 0
+            case "all":
+                group = 0
+            case group:
+                pass
+        return Quantization(self.quantize, group, self.quantize_targets)
 
 
 def keys_of(quantization: Quantization) -> dict[str, Any]:

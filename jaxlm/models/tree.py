@@ -207,7 +207,7 @@ def build(
 
 def _unembedding(module: Transformer) -> nnx.Param:
     """Return the unembedding [D, V], also of a model that has none besides its embedding."""
-    if module.unembedding is not None:
+    if isinstance(module.unembedding, nnx.Param):
         return module.unembedding
     return nnx.Param(module.embedding[...].T, axes=("embed", "vocab"), inputs=("embed",))
 

@@ -13,6 +13,7 @@ from matrices import sampled
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.adapters import NamedAdapter, adapter_set
+from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.settings import EngineSettings, Speculation
@@ -59,7 +60,7 @@ def greedy(model, request, drawn):
     return np.asarray(logits)[first:-1].argmax(-1).tolist()
 
 
-def make(family="llama", names=("x", "y"), dtype="float32", sizes=(), quantize=None, **settings):
+def make(family="llama", names=("x", "y"), dtype="float32", sizes=(), quantize=None, draft=None, **settings):
     """Return an engine of a base with these adapters."""
     model, mesh = model_of(family), meshes.make(*sizes)
     quantized = quantize and Quantization(quantize)
@@ -68,7 +69,7 @@ def make(family="llama", names=("x", "y"), dtype="float32", sizes=(), quantize=N
         parameters = Quantizer(model, quantized, mesh, FORWARD, dtype).tree(parameters)
     else:
         parameters = jax.tree.map(lambda x: x.astype(dtype), parameters)
-    options = {"quantized": quantized, "adapters": [adapter(model, name) for name in names]}
+    options = {"quantized": quantized, "draft": draft, "adapters": [adapter(model, name) for name in names]}
     return Engine(model, parameters, mesh, EngineSettings(**{**SETTINGS, **settings}), **options)
 
 
@@ -150,11 +151,15 @@ def test_no_prefix_is_found_under_another_adapter():
 
 
 @pytest.mark.exhaustive
-def test_drafts_change_no_text_of_an_adapter():
-    asked = requests()
+@pytest.mark.parametrize("source", ["ngram", "itself"])
+def test_drafts_change_no_text_of_an_adapter(source):
+    """A draft model draws without adapters: of the base its drafts are right, and of an adapter they may be."""
+    asked, model = requests(), model_of("llama")
     texts = [bits(text) for text in served(make(), asked)]
-    drafting = make(speculation=Speculation("ngram", 2))
+    draft = None if source == "ngram" else DraftModel(model, tree.init(model, 0, meshes.make()))
+    drafting = make(speculation=Speculation(source, 2), draft=draft)
     assert [bits(text) for text in served(drafting, asked)] == texts
+    assert drafting.accepted or not draft
 
 
 WRONG = {

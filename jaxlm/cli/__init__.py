@@ -83,7 +83,8 @@ def _add(commands: Any, module: ModuleType) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
     output.replace_unencodable()
-    collector.begin_rarely()
+    if arguments is None:  # of a process that starts for this command
+        collector.begin_rarely()
     try:
         with output.flushed_output():
             chosen = _parse(sys.argv[1:] if arguments is None else arguments)

@@ -19,6 +19,7 @@ from jaxlm import api
 from jaxlm.api import serving
 from jaxlm.cli import chat, engine, trained
 from jaxlm.cli.paths import path
+from jaxlm.core import collector
 from jaxlm.core.errors import InputError
 from jaxlm.core.extras import install
 
@@ -167,6 +168,7 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
     server = api.serve(model, settings, progress=_progress(arguments.json))
 
     def ready() -> None:
+        collector.begin_as_usual()
         url = url_of(listening)
         if arguments.json:
             line = {"url": url, "model": server.name, "exact": server.exact, "dtype": server.dtype}

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxlm.core import collector
 from jaxlm.core.errors import RunFailed
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
@@ -192,6 +193,7 @@ class Trainer:
                     self._saved.note(step, compared)
             self._display.begin(step, last)
             self._throughput.restart()
+            collector.begin_as_usual()
             while step < last and not self._consensus.result():
                 if self._norms_every and (step + 1) % self._norms_every == 0:
                     self._look_at_previous()

@@ -13,6 +13,7 @@ from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape
+from jaxlm.models.adapter_set import AdapterSet
 from jaxlm.models.quantize_config import Quantization
 from kernels_pallas.core.interpretation import interpreted
 
@@ -50,6 +51,7 @@ def changes(programs):
         "kernels": "xla",
         "quantized": Quantization("int8"),
         "cache_dtype": "int8",
+        "adapters": AdapterSet((2,), ("layers/attention/query",)),
     }
 
 

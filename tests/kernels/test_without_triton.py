@@ -64,7 +64,7 @@ def test_pages_take_mosaic_gpu_on_hopper(kind, page, mosaic_gpu):
     attend = functools.partial(paged_attention, table=table, key_range=(jnp.zeros_like(end), end))
     text, said = traced(attend, kind, query, key, value)
     assert ("gpu_block" in text) == mosaic_gpu and bool(said) != mosaic_gpu
-    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, value)]
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, key, value)]
     assert kernel_on(target.of_kind("gpu", kind), *structs) == ("mosaic_gpu" if mosaic_gpu else None)
 
 

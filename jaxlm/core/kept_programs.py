@@ -58,7 +58,8 @@ class KeptPrograms:
         A file that is damaged is replaced, and one that cannot be written is left out.
 
         Args:
-          made_from: all that decides the program but for sources, versions, settings and devices.
+          made_from: all that decides the program but for sources, versions, settings and devices; compiler options are
+            part of it, which no lowered module tells.
           devices: in the order of the program's mesh.
         """
         known = f"{made_from}\n{_settings()}\n{_described(devices)}"
@@ -66,7 +67,7 @@ class KeptPrograms:
         if (compiled := self._loaded(link, devices)) is not None:
             return compiled
         lowered = lower()
-        file = self._file(f"{known}\n{lowered.as_text()}")
+        file = self._file(f"{known}\n{_operands_kept(lowered)}\n{lowered.as_text()}")
         compiled = self._loaded(file, devices)
         if compiled is None or (compiled.in_tree, compiled.out_tree) != (lowered.in_tree, lowered.out_tree):
             compiled, is_new = _compiled(lowered)
@@ -132,12 +133,17 @@ class KeptPrograms:
 
 
 _kept: KeptPrograms | None = None
+_at_start = ""
 
 
 def keep_in(folder: Path | None, most_bytes: int = 0) -> None:
-    """Let `compiled` keep programs in a folder; None: in none."""
-    global _kept
+    """Let `compiled` keep programs in a folder; None: in none. It has to be called before JAX starts a backend, which
+    reads its variables once, and notes these and the sources as they are now."""
+    global _kept, _at_start
     _kept = None if folder is None else KeptPrograms(folder, most_bytes)
+    if folder is not None:
+        _at_start = _variables()
+        _sources()
 
 
 def compiled(
@@ -158,9 +164,25 @@ def _settings() -> str:
 
     values: dict[str, Any] = jax.config.values
     of_jax = {key: repr(value) for key, value in sorted(values.items()) if not key.startswith(_IRRELEVANT)}
-    of_compilers = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_ENVIRONMENT)}
     # XLA divides the work of a CPU's program among as many threads as it may use.
-    return f"{of_jax}\n{of_compilers}\n{os.cpu_count()} {len(os.sched_getaffinity(0))}"
+    return f"{of_jax}\n{_at_start}\n{_variables()}\n{os.cpu_count()} {len(os.sched_getaffinity(0))}"
+
+
+def _variables() -> str:
+    """Return the variables that compilers read, with the flags of XLA that a file holds."""
+    found = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_ENVIRONMENT)}
+    flags = found.get("XLA_FLAGS", "").strip()
+    with suppress(OSError):
+        if flags and not flags.startswith("-"):
+            found["XLA_FLAGS"] = f"{flags}: {Path(flags).read_text()}"
+    return str(found)
+
+
+def _operands_kept(lowered: "jax.stages.Lowered") -> str:
+    """Return the numbers of the operands that a program reads: the module of one that reads others may be the same.
+    Where JAX does not tell, what is no other program's."""
+    arguments = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
+    return str(arguments["kept_var_idx"]) if "kept_var_idx" in arguments else _sources()
 
 
 def _described(devices: Sequence[Any]) -> str:
@@ -184,8 +206,11 @@ def _sources() -> str:
         root = os.path.dirname(found.origin)
         for name in sorted(os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names):
             if not name.endswith(".pyc"):
-                with open(name, "rb") as file:
-                    content = hashlib.sha256(file.read()).digest()
+                try:
+                    with open(name, "rb") as file:
+                        content = hashlib.sha256(file.read()).digest()
+                except OSError:  # such as the lock of an editor, a link to nothing
+                    content = b""
                 digest.update(f"{os.path.relpath(name, root)}\0".encode() + content)
     versions = [module.__version__ for module in (jax, jaxlib, flax, numpy)]
     return f"{_FORMAT} {sys.version} {versions} {digest.hexdigest()}"

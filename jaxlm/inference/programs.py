@@ -300,7 +300,7 @@ class EnginePrograms:
     def _program(self, function: Callable, operands: tuple, **options: Any) -> MeshProgram:
         ruled = using_rules(ENGINE)(using_kernels(self.kernels)(function))
         exact = _EXACT_ON_CPU if self.is_on_cpu and self.exact else None
-        return MeshProgram(jax.jit(ruled, compiler_options=exact, **options), operands, self.mesh)
+        return MeshProgram(jax.jit(ruled, compiler_options=exact, **options), operands, self.mesh, exact)
 
 
 def _shards(mesh: Mesh) -> int:

@@ -1,6 +1,7 @@
 """A program of a mesh whose devices need not be present: a jitted function and its abstract operands."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,13 @@ from kernels_pallas.core import interpretation
 
 @dataclass(frozen=True)
 class MeshProgram:
-    """A jitted function on a mesh, and the shapes and shardings of its operands; no array is created."""
+    """A jitted function on a mesh, and the shapes and shardings of its operands; no array is created.
+    `compiler_options`: those that the function was jitted with."""
 
     function: Any
     operands: tuple
     mesh: Mesh
+    compiler_options: Mapping[str, Any] | None = None
 
     def trace(self) -> jax.stages.Traced:
         """Trace the function under the mesh."""
@@ -39,7 +42,8 @@ class MeshProgram:
         """
         leaves, structure = jax.tree.flatten(self.operands)
         arrays = [(x.shape, x.dtype, x.weak_type, x.format) for x in leaves]
-        described = f"{made_from}\n{self.mesh} {interpretation.current()}\n{structure}\n{arrays}"
+        how = f"{self.mesh} {interpretation.current()} {self.compiler_options}"
+        described = f"{made_from}\n{how}\n{structure}\n{arrays}"
         return kept_programs.compiled(described, list(self.mesh.devices.flat), self.lower)
 
     @property

@@ -188,3 +188,36 @@ def test_where_programs_are_not_kept(store, monkeypatch, why):
         kept_programs.keep_in(None)
     with pytest.raises(Lowered):
         doubled(lower=refused)
+
+
+def test_a_program_that_reads_other_operands_is_another(store, monkeypatch):
+    """Its module may be the same, since JAX leaves out operands that nothing reads."""
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    def read(index):
+        monkeypatch.setattr(kept_programs, "_sources", lambda: f"sources {index}")
+        lower = lambda: jax.jit(lambda *operands: 2.0 * operands[index]).lower(x, x)  # noqa: E731
+        return kept_programs.compiled("one of two", jax.devices()[:1], lower)(X, X + 10.0)
+
+    assert read(0).tolist() == (2 * X).tolist() and read(1).tolist() == (2 * X + 20).tolist()
+
+
+def test_flags_that_a_process_began_with_are_part_of_the_key(store, monkeypatch, tmp_path_factory):
+    """Also those in a file. A variable that is set later is one that no backend reads; no other process has both."""
+    file = tmp_path_factory.mktemp("flags") / "flags"
+    found = []
+    for content in ("--xla_a=1", "--xla_a=2"):
+        file.write_text(content)
+        monkeypatch.setenv("XLA_FLAGS", str(file))
+        found.append(kept_programs._settings())
+    monkeypatch.setattr(kept_programs, "_at_start", kept_programs._variables())
+    found.append(kept_programs._settings())
+    assert len(set(found)) == 3
+
+
+def test_a_link_to_nothing_among_the_sources_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "there.py").write_text("")
+    (tmp_path / ".#there.py").symlink_to("me@host.1:2")
+    spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
+    monkeypatch.setattr(kept_programs, "find_spec", lambda _: spec)
+    assert kept_programs._sources.__wrapped__()

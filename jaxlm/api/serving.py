@@ -48,6 +48,7 @@ class Server:
       exact: whether a text's numbers are the same to the bit, whatever is served beside it.
       dtype: that is computed in.
       quantize: the form of the matrices of layers; None where they are in the dtype.
+      cache_dtype: of keys and values; None where they are not of eight bits.
       speculate: the name of the source of drafts, with the most drafts in a step; None without drafts.
       layout: the devices along each axis of the mesh.
     """
@@ -82,7 +83,7 @@ class Server:
         adapted = [self._adapted(model, settings, served, name) for name in self.adapters]
         served = replace(served, adapted=adapted)
         self.dtype, self.layout = served.dtype, served.layout
-        self.quantize, self.speculate = served.quantize, served.speculate
+        self.quantize, self.cache_dtype, self.speculate = served.quantize, served.cache_dtype, served.speculate
         self._http = DrainingServer(make_app(served, metrics), self._service, settings.drain_seconds)
 
     def _adapted(

@@ -54,16 +54,21 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for keys and values on each device, such as 2GiB (inference.cache_memory)",
     )
-    parser.add_argument(
-        "--cache-dtype",
-        choices=get_args(CacheDtype),
-        help="keep keys and values in eight bits, each token's with scales of its own (inference.cache_dtype)",
-    )
+    add_cache_dtype(parser)
     parser.add_argument(
         "--chunk-tokens",
         type=_positive,
         metavar="N",
         help="the most prompt tokens processed in a step (inference.chunk_tokens)",
+    )
+
+
+def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the dtype of keys and values."""
+    parser.add_argument(
+        "--cache-dtype",
+        choices=get_args(CacheDtype),
+        help="keep keys and values in eight bits, each token's with scales of its own (inference.cache_dtype)",
     )
 
 

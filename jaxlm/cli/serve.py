@@ -34,7 +34,7 @@ _NEEDS = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
 # The same for all processes.
-_SIZES = ("slots", "max_context", "cache_memory", "chunk_tokens", "speculate")
+_SIZES = ("slots", "max_context", "cache_memory", "cache_dtype", "chunk_tokens", "speculate")
 _SAME = ("adapter", "overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
 
 # Type, metavar, default and explanation of each limit.
@@ -172,10 +172,11 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
         url = url_of(listening)
         if arguments.json:
             line = {"url": url, "model": server.name, "exact": server.exact, "dtype": server.dtype}
-            line |= {"quantize": server.quantize, "speculate": server.speculate}
+            line |= {name: getattr(server, name) for name in ("quantize", "cache_dtype", "speculate")}
             print(json.dumps({**line, "mesh": {**server.layout}, "pid": os.getpid()}), flush=True)
             return
         kept = f", matrices in {server.quantize}" if server.quantize else ""
+        kept += f", keys and values in {server.cache_dtype}" if server.cache_dtype else ""
         drafts = f", drafts of {server.speculate}" if server.speculate else ""
         how = f"{server.dtype}{kept}{drafts}, {server.layout}, exact: {'yes' if server.exact else 'no'}"
         names = ", ".join([server.name, *server.adapters])

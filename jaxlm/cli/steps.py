@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.cli import trained
+from jaxlm.cli import engine, trained
 from jaxlm.cli.paths import location
 from jaxlm.core.errors import InputError
 
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser, more_workloads: dict[str, str
         "inference.acceptance; SOURCE is ngram, or the CONFIG of a smaller model that draws them "
         f"(inference.speculate){auto}",
     )
+    engine.add_cache_dtype(parser)
     add_chip(parser)
 
 
@@ -74,7 +75,7 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     from jaxlm import config
 
     kind = "decode" if arguments.workload == "serve" else arguments.workload
-    overrides = [*arguments.overrides, *_widths(arguments), *_drafts(arguments)]
+    overrides = [*arguments.overrides, *_widths(arguments), *_drafts(arguments), *_cache(arguments)]
     experiment = config.load(arguments.config, overrides, kind)
     twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
     if arguments.mesh is not None and twice:
@@ -113,6 +114,19 @@ def _drafts(arguments: argparse.Namespace) -> list[str]:
         raise InputError("--speculate and inference.speculate are one setting; give one of them")
     source = _draft_source(arguments)
     return [f"inference.speculate={arguments.speculate if source is None else f'{source}:{_MOST_DRAFTS}'}"]
+
+
+def _cache(arguments: argparse.Namespace) -> list[str]:
+    """Return the override that --cache-dtype makes. Raises InputError where another sets the same key."""
+    from jaxlm import config
+
+    if arguments.cache_dtype is None:
+        return []
+    if arguments.workload == "train":
+        raise InputError("--cache-dtype is of inference; leave it out for --workload train")
+    if "inference.cache_dtype" in config.overridden(arguments.overrides):
+        raise InputError("--cache-dtype and inference.cache_dtype are one setting; give one of them")
+    return [f"inference.cache_dtype={arguments.cache_dtype}"]
 
 
 def _draft_source(arguments: argparse.Namespace) -> str | None:

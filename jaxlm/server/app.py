@@ -177,6 +177,7 @@ class _Server:
             "exact": self._served.exact,
             "dtype": self._served.dtype,
             "quantize": self._served.quantize,
+            "cache_dtype": self._served.cache_dtype,
             "speculate": self._served.speculate,
             "mesh": {**self._served.layout},
         }

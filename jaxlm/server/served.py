@@ -118,6 +118,11 @@ class ServedModel:
         return None if quantized is None else str(quantized)
 
     @property
+    def cache_dtype(self) -> str | None:
+        """The dtype of keys and values; None where they are not of eight bits."""
+        return self.service.engine.settings.cache_dtype
+
+    @property
     def speculate(self) -> str | None:
         """The name of the source of drafts, with the most drafts in a step; None without drafts."""
         speculation = self.service.engine.settings.speculation

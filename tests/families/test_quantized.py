@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxlm.core.errors import InputError
 from jaxlm.families import safetensors, table
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.family import families
-from jaxlm.families.quantized import check_method, dequantized
+from jaxlm.families.quantized import check_method, dequantized, quantization
 from jaxlm.families.safetensors import LazyTensor, read_header
 from jaxlm.families.settings import model_of
 from jaxlm.parallel.rules import TRAIN
@@ -159,3 +160,19 @@ def test_a_quantized_model_is_read_and_exported_as_bfloat16(family, tmp_path):
     assert again.stored.keys() == plain.keys()
     for name, x in plain.items():
         np.testing.assert_array_equal(again.stored[name].read(), x)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": 3},
+        {"quant_method": "compressed-tensors", "config_groups": 3},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": None}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": 3}}},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "sparsity_config": 3},
+    ],
+    ids=str,
+)
+def test_a_description_of_another_shape_is_one_line(described):
+    with pytest.raises(InputError, match="config.json: quantization_config is malformed"):
+        quantization({"quantization_config": described}, "config.json")

@@ -144,6 +144,7 @@ def test_it_says_that_it_is_well(server):
                 "exact": False,
                 "dtype": "float32",
                 "quantize": None,
+                "cache_dtype": None,
                 "speculate": None,
                 "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
             },

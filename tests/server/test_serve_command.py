@@ -108,6 +108,7 @@ def test_it_serves_with_a_key_and_drains(serve, tmp_path):
             "exact": True,
             "dtype": "float32",
             "quantize": None,
+            "cache_dtype": None,
             "speculate": None,
             "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         }

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=path, metavar="FILE", help="a text to take the prompts from (default: random tokens)"
     )
+    engine.add_cache_dtype(parser)
     engine.add_speculation(parser)
     engine.add_dtype(parser)
     engine.add_fast(parser)
@@ -49,9 +50,10 @@ def main(arguments: argparse.Namespace) -> int:
         if (number := getattr(arguments, name)) is not None and number < 1:
             raise InputError(f"--{name} {number} must be 1 or more")
     out.check(arguments)
-    reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory", "speculate")]
-    drafts = [f"inference.speculate={arguments.speculate}"] * (arguments.speculate is not None)
-    model = trained.load(arguments, reads, arguments.dtype, overrides=drafts)
+    reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory", "cache_dtype", "speculate")]
+    given = {"speculate": arguments.speculate, "cache_dtype": arguments.cache_dtype}
+    overrides = [f"inference.{key}={value}" for key, value in given.items() if value is not None]
+    model = trained.load(arguments, reads, arguments.dtype, overrides=overrides)
     model.set_engine(replace(model.settings, exact=not arguments.fast))
     bandwidth = read_bytes_per_s()
     contexts, blocks, steps = _fitting(arguments, model.config.context_length, 1 + model.settings.drafts)
@@ -69,6 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
         "model": arguments.run.name,
         "exact": not arguments.fast,
         "speculate": arguments.speculate,
+        "cache_dtype": model.settings.cache_dtype,
         "quantize": model.experiment.execution.quantize,
         "steps": steps,
         "blocks": blocks,

@@ -1,7 +1,8 @@
 """Quantized weights, which have scales beside them: FP8, MXFP4, GPTQ, AWQ and compressed-tensors. None is written: an
 export has what they are read as."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from jaxlm.core.errors import InputError
@@ -24,9 +25,21 @@ def packing(config: Mapping[str, Any], where: str) -> packed.Packing | None:
     """Return how a config.json says that words of numbers are packed; None where there are none. Raises InputError as
     `check_method` does."""
     described = _described(config, where)
-    if described.get("quant_method") == compressed.METHOD:
-        compressed.check(described, where)
-    return packed.Packing.of(described, where) if described.get("quant_method") in packed.METHODS else None
+    with _as_bad_input(where, CONFIG_KEY):
+        if described.get("quant_method") == compressed.METHOD:
+            compressed.check(described, where)
+        return packed.Packing.of(described, where) if described.get("quant_method") in packed.METHODS else None
+
+
+@contextmanager
+def _as_bad_input(where: str, what: str) -> Iterator[None]:
+    """Raise InputError for values inside that are of another type or shape than they must be."""
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, IndexError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{where}: {what} is malformed ({type(error).__name__}: {error})") from error
 
 
 def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
@@ -35,11 +48,12 @@ def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     if (words := packing(config, where)) is not None:
         return words.quantization
     described = _described(config, where)
-    if described.get("quant_method") == compressed.METHOD:
-        return compressed.quantization(described)
-    if described.get("quant_method") == _BLOCKS:
-        return Quantization(described["kind"], described["group_size"])
-    return fp8.quantization(described) if described.get("quant_method") in fp8.METHODS else None
+    with _as_bad_input(where, CONFIG_KEY):
+        if described.get("quant_method") == compressed.METHOD:
+            return compressed.quantization(described)
+        if described.get("quant_method") == _BLOCKS:
+            return Quantization(described["kind"], described["group_size"])
+        return fp8.quantization(described) if described.get("quant_method") in fp8.METHODS else None
 
 
 def _described(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -69,10 +83,12 @@ def dequantized(
     float32. Raises InputError for scales that do not suit their tensor."""
     whole: dict[str, StoredTensor | LazyTensor] = {}
     parts: set[str] = set()
-    for tensors, of_them in (
-        *(fp8.tensors(stored), mxfp4.tensors(stored)),
-        *(packed.tensors(stored, packing), compressed.tensors(stored)),
-    ):
-        whole |= tensors
-        parts |= of_them
+    where = str(next(iter(stored.values())).file) if stored else ""
+    with _as_bad_input(where, "a quantized tensor or its scales"):
+        for tensors, of_them in (
+            *(fp8.tensors(stored), mxfp4.tensors(stored)),
+            *(packed.tensors(stored, packing), compressed.tensors(stored)),
+        ):
+            whole |= tensors
+            parts |= of_them
     return {name: tensor for name, tensor in stored.items() if name not in parts} | whole

@@ -39,7 +39,7 @@ def quantization(described: Mapping[str, Any]) -> Quantization | None:
     """Return the form that holds the matrices of a `quantization_config` without rounding a number; None where there is
     none."""
     match described.get("weight_block_size"):
-        case [int(_), int(inputs)] if (group := kept_group(inputs)) is not None:
+        case [int(_), int(inputs)] if inputs > 0 and (group := kept_group(inputs)) is not None:
             return Quantization("fp8", group)
         case None:
             return Quantization("fp8")

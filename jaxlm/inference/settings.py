@@ -20,9 +20,9 @@ class Speculation(NamedTuple):
     def parse(cls, text: str) -> "Speculation":
         """Return the value of "SOURCE:N" or "SOURCE". Raises ValueError for another text."""
         source, colon, number = text.rpartition(":")
-        if not colon or not number.isdecimal():
+        if source != LOOK_UP and not (colon and number.isdecimal()):
             source, number = text, str(_DRAFTS)
-        if not source or not 1 <= int(number) <= _MOST:
+        if not source or not number.isdecimal() or not 1 <= int(number) <= _MOST:
             raise ValueError(f"{text!r} must be {LOOK_UP} or a model, with :N for at most N drafts, from 1 to {_MOST}")
         return cls(source, int(number))
 

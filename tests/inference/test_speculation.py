@@ -244,7 +244,7 @@ def test_what_cannot_be_speculated_is_refused():
     ):
         with pytest.raises(InputError, match=message):
             Engine(model, parameters, mesh, settings, draft=given)
-    for text in ("ngram:0", "ngram:17", ":3", ""):
+    for text in ("ngram:0", "ngram:17", "ngram:x", ":3", ""):
         with pytest.raises(ValueError, match="must be ngram or a model, with :N for at most N drafts, from 1 to 16"):
             Speculation.parse(text)
     assert Speculation.parse("runs/small") == ("runs/small", 4) and Speculation.parse("hf:a/b:2") == ("hf:a/b", 2)

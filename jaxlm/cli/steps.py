@@ -75,7 +75,7 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     from jaxlm import config
 
     kind = "decode" if arguments.workload == "serve" else arguments.workload
-    overrides = [*arguments.overrides, *_widths(arguments), *_drafts(arguments), *_cache(arguments)]
+    overrides = [*arguments.overrides, *_widths(arguments), *_of_engine(arguments)]
     experiment = config.load(arguments.config, overrides, kind)
     twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
     if arguments.mesh is not None and twice:
@@ -102,31 +102,25 @@ def _widths(arguments: argparse.Namespace) -> list[str]:
     return [] if arguments.quantize == AUTO else made
 
 
-def _drafts(arguments: argparse.Namespace) -> list[str]:
-    """Return the override that --speculate makes. Raises InputError where another sets the same key."""
+def _of_engine(arguments: argparse.Namespace) -> list[str]:
+    """Return the overrides that --speculate and --cache-dtype make. Raises InputError for a workload that has no such
+    setting, and where another override sets the same key."""
     from jaxlm import config
 
-    if arguments.speculate is None:
-        return []
-    if arguments.workload in ("train", "prefill"):
-        raise InputError(f"--speculate is of steps that decode; leave it out for --workload {arguments.workload}")
-    if "inference.speculate" in config.overridden(arguments.overrides):
-        raise InputError("--speculate and inference.speculate are one setting; give one of them")
-    source = _draft_source(arguments)
-    return [f"inference.speculate={arguments.speculate if source is None else f'{source}:{_MOST_DRAFTS}'}"]
-
-
-def _cache(arguments: argparse.Namespace) -> list[str]:
-    """Return the override that --cache-dtype makes. Raises InputError where another sets the same key."""
-    from jaxlm import config
-
-    if arguments.cache_dtype is None:
-        return []
-    if arguments.workload == "train":
-        raise InputError("--cache-dtype is of inference; leave it out for --workload train")
-    if "inference.cache_dtype" in config.overridden(arguments.overrides):
-        raise InputError("--cache-dtype and inference.cache_dtype are one setting; give one of them")
-    return [f"inference.cache_dtype={arguments.cache_dtype}"]
+    source, overrides = _draft_source(arguments), []
+    drafts = arguments.speculate if source is None else f"{source}:{_MOST_DRAFTS}"
+    for option, key, value, steps, without in (
+        ("--speculate", "inference.speculate", drafts, "steps that decode", ("train", "prefill")),
+        ("--cache-dtype", "inference.cache_dtype", arguments.cache_dtype, "inference", ("train",)),
+    ):
+        if value is None:
+            continue
+        if arguments.workload in without:
+            raise InputError(f"{option} is of {steps}; leave it out for --workload {arguments.workload}")
+        if key in config.overridden(arguments.overrides):
+            raise InputError(f"{option} and {key} are one setting; give one of them")
+        overrides.append(f"{key}={value}")
+    return overrides
 
 
 def _draft_source(arguments: argparse.Namespace) -> str | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import files, plugins
+from jaxlm.core.cores import usable_cores
 
 if TYPE_CHECKING:
     import jax
@@ -165,7 +166,7 @@ def _settings() -> str:
     values: dict[str, Any] = jax.config.values
     of_jax = {key: repr(value) for key, value in sorted(values.items()) if not key.startswith(_IRRELEVANT)}
     # XLA divides the work of a CPU's program among as many threads as it may use.
-    return f"{of_jax}\n{_at_start}\n{_variables()}\n{os.cpu_count()} {len(os.sched_getaffinity(0))}"
+    return f"{of_jax}\n{_at_start}\n{_variables()}\n{os.cpu_count()} {usable_cores()}"
 
 
 def _variables() -> str:

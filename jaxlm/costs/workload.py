@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
@@ -101,7 +102,7 @@ class Workload:
     drafts: int = 0
     acceptance: float = 0.0
     draft_model: PlannedDraftModel | None = None
-    run: int = 1
+    run: Fraction | int = 1
     engine_steps: EngineSteps | None = None
     is_padded: bool = True
 
@@ -162,8 +163,9 @@ class Workload:
         by itself, and a kernel those of a run of rows once."""
         if not self.drafts:
             return self
-        rows, run = self.batch * (1 + self.drafts), min(1 + self.drafts, FEW_QUERIES)
-        return replace(self, batch=rows, drafts=0, acceptance=0.0, draft_model=None, run=run)
+        rows = 1 + self.drafts
+        run = Fraction(rows, math.ceil(rows / FEW_QUERIES))
+        return replace(self, batch=self.batch * rows, drafts=0, acceptance=0.0, draft_model=None, run=run)
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -196,7 +198,8 @@ class Workload:
         return replace(self, layout=self.layout.replace(**dict.fromkeys(others, 1), **{first: shards}))
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
+        pages = f", keys and values in {self.cache_dtype}" if self.cache_dtype else ""
+        return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}{pages}"
 
     @property
     def rules(self) -> Rules:

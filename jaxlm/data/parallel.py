@@ -11,14 +11,10 @@ from itertools import islice
 from typing import TypeVar
 
 from jaxlm.core import plugins
+from jaxlm.core.cores import usable_cores
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 _AHEAD = 8  # items in flight per process
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
@@ -28,7 +24,7 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item]) -> Itera
     Closing the iterator, or an exception, ends running processes. Raise whatever `function` raises, and
     BrokenProcessPool if a process was killed.
     """
-    workers = min(cores(), len(items))
+    workers = min(usable_cores(), len(items))
     if workers < 2:
         yield from map(function, items)
         return

@@ -1,6 +1,7 @@
 """The cost of paged attention: one page of each sequence, as XLA reads it, and the kernels."""
 
 import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,8 @@ class SectionReads(NamedTuple):
       table: pages of a sequence's table.
       steps: the number of counted steps.
       padding: rows of padding in all counted steps together.
-      run: sequences that are rows of one run, a token and drafts of the next ones: a kernel reads their pages once.
+      run: sequences that are rows of one run, a token and drafts of the next ones: a kernel reads their pages once. A
+        fraction is the mean of runs that were cut from one sequence's rows.
     """
 
     sequences: int
@@ -38,12 +40,12 @@ class SectionReads(NamedTuple):
     table: int
     steps: int = 1
     padding: int = 0
-    run: int = 1
+    run: Fraction | int = 1
 
     @property
     def runs(self) -> int:
         """The runs of all sequences."""
-        return -(-self.sequences // self.run)
+        return math.ceil(self.sequences / self.run)
 
     def trips(self, window: int | None) -> int:
         """Return the trips of the loop over pages in layers with this window."""

@@ -50,9 +50,24 @@ def test_values_that_are_given_are_no_search(capsys):
         ("compile", ["--workload", "decode", "--speculate", "ngram:auto"], "--speculate ngram:auto is a search"),
         ("plan", ["--workload", "prefill", "--speculate", "ngram"], "leave it out for --workload prefill"),
         ("plan", [*SERVE, "--speculate", "ngram", "inference.speculate=ngram:2"], "are one setting; give one of them"),
+        ("compile", ["--cache-dtype", "int8"], "--cache-dtype is of inference; leave it out for --workload train"),
+        ("plan", [*SERVE, "--cache-dtype", "int8", "inference.cache_dtype=fp8"], "are one setting; give one of them"),
     ],
 )
 def test_no_option_is_left_aside(capsys, command, arguments, said):
     assert main([command, "llama3.1-8b", "--on", "h100-sxm5:1", *arguments]) == 2
     out, errors = capsys.readouterr()
     assert out == "" and said in " ".join(errors.split()) and "Traceback" not in errors
+
+
+def test_a_cache_of_eight_bits_is_named_and_counted(capsys):
+    asked = ["--on", "h100-sxm5:1", "--workload", "decode", "inference.sequences=8", "inference.length=4096"]
+    option, key = (
+        json.loads(planned(capsys, *asked, *more, "--json"))
+        for more in (["--cache-dtype", "int8"], ["inference.cache_dtype=int8"])
+    )
+    full = json.loads(planned(capsys, *asked, "--json"))
+    assert option == key
+    # Heads of 128 numbers of one byte and a scale of four, in place of two bytes for each.
+    assert option["kv_bytes_per_token"] * 256 == full["kv_bytes_per_token"] * 132
+    assert "in bfloat16, keys and values in int8" in " ".join(planned(capsys, *asked, "--cache-dtype", "int8").split())

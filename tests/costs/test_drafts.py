@@ -82,6 +82,17 @@ def test_a_kernel_reads_the_pages_of_a_run_once_and_xla_for_each_row():
             assert 4 * read <= more <= 1.06 * 4 * read
 
 
+def test_a_run_that_the_engine_cuts_is_counted_as_often_as_it_is_read():
+    """A kernel takes up to 8 rows of a sequence: nine read its pages twice, and seventeen three times."""
+    experiment = api.configure(configurations()["llama3.1-8b"], ["inference.sequences=8", "inference.length=8192"])
+    target = Target.parse("h100-sxm5:1")
+    plain = Workload.of(experiment, kind="decode").on(target.chip)
+    read = kv_cache(plain) / target.chip.memory_bytes_per_s
+    for drafts, times in ((7, 1), (8, 2), (16, 3)):
+        more = step_time(replace(plain, drafts=drafts), target).memory - step_time(plain, target).memory
+        assert (times - 1) * read <= more < times * read  # and logits of more rows, queries, and sums of the lanes
+
+
 @pytest.mark.parametrize("speculate", ["ngram:2", f"{STORIES}:2"], ids=["ngram", "model"])
 def test_a_loaded_model_has_the_cost_of_a_step_whatever_draws_its_drafts(speculate):
     """As `bench decode` and a server ask for it."""

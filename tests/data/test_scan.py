@@ -50,7 +50,7 @@ def break_lines(path: Path, numbers: list[int]) -> Path:
 @pytest.mark.parametrize("size", [500, 10**9])
 def test_few_broken_lines_are_left_out_and_named(tmp_path, monkeypatch, size):
     monkeypatch.setattr(formats, "CHUNK_BYTES", size)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 1)
     path = break_lines(write(tmp_path / "a.jsonl", TEXTS), [5, 800, 2000, 2001, 3000])
     said: list[str] = []
     found = look(path, max_broken=0.002, said=said)
@@ -88,7 +88,7 @@ def test_a_wrong_field_stops_with_the_fields_there_are(tmp_path, name):
 
 def test_a_wrong_field_is_found_without_reading_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK_BYTES", 10_000)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 1)
     with pytest.raises(InputError, match=r"1,\d\d\d of 1,\d\d\d documents"):
         look(write(tmp_path / "a.jsonl", TEXTS), field="content")
 
@@ -160,7 +160,7 @@ def test_rows_behind_damage_count_where_the_file_has_them(tmp_path):
 
 def test_a_file_of_many_rows_without_the_column_does_not_end_the_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 1)
     write_parquet(tmp_path / "a.parquet", TEXTS[:2000], "content", rows=2000)
     write_parquet(tmp_path / "b.parquet", TEXTS, rows=3000)
     assert len(taken(look(tmp_path, max_broken=0.5))) == 3000
@@ -170,7 +170,7 @@ def test_a_file_of_many_rows_without_the_column_does_not_end_the_reading(tmp_pat
 @pytest.mark.parametrize("size", [2000, 10**9])
 def test_a_source_can_be_cut_short(tmp_path, monkeypatch, count, size):
     monkeypatch.setattr(formats, "CHUNK_BYTES", size)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 1)
     found = look(write(tmp_path / "a.jsonl", TEXTS), documents=count, held_out=1.0)
     assert taken(found) == TEXTS[:count]
     assert found.held_out_bytes == len("".join(TEXTS[:count]))

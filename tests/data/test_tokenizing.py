@@ -39,7 +39,7 @@ def describe(tmp_path):
 def in_chunks(monkeypatch):
     """Cut files into many chunks, tokenized in this process. Returns the numbers of the tokenized chunks."""
     monkeypatch.setattr(formats, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 1)
     tokenized: list[int] = []
     whole = tokenizing._tokenize_chunk
 
@@ -83,9 +83,9 @@ def test_how_text_is_cut_into_parts_makes_no_difference(describe, tmp_path, monk
 
     whole = built("whole")
     monkeypatch.setattr(formats, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 1)
     assert built("cut") == whole
-    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
     assert built("by two processes") == whole
 
 
@@ -241,12 +241,12 @@ def test_other_text_is_tokenized_whole(describe, tmp_path):
 
 
 def test_results_come_in_order_from_other_processes(monkeypatch):
-    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
     assert list(in_order(str.upper, list("abcdefgh" * 5))) == list("ABCDEFGH" * 5)
 
 
 def test_an_error_in_another_process_is_raised_here(monkeypatch):
-    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
     with pytest.raises(ValueError, match="invalid literal"):
         list(in_order(int, ["1", "2", "three"]))
 

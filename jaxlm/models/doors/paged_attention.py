@@ -1,6 +1,7 @@
 """Attention over keys and values in the pages of an engine."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -104,7 +105,7 @@ def _by_kernel(local: Local, sections: Sequence[costs.SectionReads], kernel: str
     parts: list[KernelCost] = []
     workspace = 0
     for section in sections:
-        Q, T, trips = section.runs, section.queries * section.run, section.trips(local.options["window"])
+        Q, T, trips = section.runs, section.queries * math.ceil(section.run), section.trips(local.options["window"])
         rows, tokens = jax.ShapeDtypeStruct((Q, T, N, H), query.dtype), trips * S
         parts += costs.launch_costs(kernel, rows, key, value, tokens, local.options["soft_cap"])
         scores, pv = (Q * K * trips, T * N // K, H, S), (Q * K * trips, T * N // K, S, V)

@@ -247,7 +247,7 @@ def test_processes_that_read_text_find_the_file(tmp_path, monkeypatch):
     (tmp_path / "small.py").write_text("def twice(number):\n    return 2 * number\n")
     plugins.load("small.py", tmp_path, "here")
     (module,) = [module for module, file in plugins.files().items() if file.endswith("small.py")]
-    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
     assert list(parallel.in_order(sys.modules[module].twice, [1, 2])) == [2, 4]
 
 

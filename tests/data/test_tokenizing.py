@@ -143,7 +143,7 @@ from jaxlm.data.dataset import prepare
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by default in the background
     formats.CHUNK_BYTES = 3000
-    parallel.cores = lambda: int(sys.argv[3])
+    parallel.usable_cores = lambda: int(sys.argv[3])
     def progress(doing, done, size):
         if doing.startswith("tokenizing"):
             print(done, flush=True)

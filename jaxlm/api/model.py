@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxlm.inference.completion import Completion, TextChunk
     from jaxlm.inference.draft_model import DraftModel
     from jaxlm.inference.engine import Engine
-    from jaxlm.inference.grammar import Grammar
+    from jaxlm.inference.grammar import Grammar, Grammars
     from jaxlm.inference.requests import Named, Request, Sampling
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.models.config import ModelConfig
@@ -284,6 +284,8 @@ class LoadedModel:
                 for ids, chat in zip(encoded, chats, strict=True)
             ]
         requests = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
+        if grammar is not None:
+            self.check_grammar(grammar)
         stops = stops_that_are_tokens(stop, self.tokenizer.controls) if self.tokenizer else frozenset()
         grammars = self._grammars_of_answers(grammar, encoded) if grammar and any(chats) else [None] * len(prompts)
         return [
@@ -296,6 +298,19 @@ class LoadedModel:
             else request._replace(stop_token_ids=stops, grammar=grammar)
             for row, request in enumerate(requests)
         ]
+
+    def check_grammar(self, grammar: "Grammar") -> None:
+        """Raise InputError for a grammar of texts that cannot be used, without the parameters."""
+        if self._grammars is None:
+            raise InputError(f"{self.source} has no tokenizer, and a grammar is of texts; leave it out")
+        self._grammars.compile(grammar)
+
+    @cached_property
+    def _grammars(self) -> "Grammars | None":
+        """The compiler of grammars for the model's tokens; None without a tokenizer."""
+        from jaxlm.inference.grammar import Grammars
+
+        return self.tokenizer and Grammars(self.tokenizer, self.config.vocab_size)
 
     def _grammars_of_answers(self, grammar: "Grammar", prompts: Sequence[Sequence[int]]) -> "list[Grammar]":
         """Return the grammars of answers to prompts, as a server has them."""
@@ -370,7 +385,6 @@ class LoadedModel:
 
     def _new_engine(self, settings: "EngineSettings") -> "Engine":
         from jaxlm.inference.engine import Engine
-        from jaxlm.inference.grammar import Grammars
         from jaxlm.parallel.rules import ENGINE
 
         draft = self._draft_model(settings)  # before the weights: what it refuses is said sooner
@@ -385,7 +399,7 @@ class LoadedModel:
             settings,
             valid_token_mask=self.tokenizer and self.tokenizer.valid_token_mask(self.config.vocab_size),
             stop_token_ids=(self.tokenizer or self.source.text).stop_token_ids,
-            grammars=self.tokenizer and Grammars(self.tokenizer, self.config.vocab_size),
+            grammars=self._grammars,
             kernels=self.experiment.execution.kernels,
             draft=draft,
             quantized=self.quantization,

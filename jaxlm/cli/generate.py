@@ -90,12 +90,14 @@ def main(arguments: argparse.Namespace) -> int:
         raise InputError("--stop '' would end every text; give at least one character")
     check_seed(arguments.seed, _option)
     grammar = _grammar(arguments)
-    asked = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
-    Sampling(**asked).check(_option)
+    chosen = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
+    Sampling(**chosen).check(_option)
     model = engine.load(arguments)
+    if grammar is not None:
+        model.check_grammar(grammar)
     if arguments.chat:
         chat.prepare(model, inputs or [], arguments)
-    sampling = model.sampling(**asked)
+    sampling = model.sampling(**chosen)
     if inputs is None and arguments.chat:
         _converse(model, sampling, arguments, grammar)
         return 0
@@ -118,19 +120,30 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _grammar(arguments: argparse.Namespace) -> "Grammar | None":
-    """Return the grammar that is given, if one is. Raises InputError for a file that cannot be read."""
+    """Return the grammar that is given, if one is. Raises InputError for a file that cannot be read, and for a schema
+    that is no JSON object."""
     from jaxlm.inference.grammar import Grammar
+    from jaxlm.inference.grammar_errors import no_schema
 
     if arguments.regex is not None:
         return Grammar("regex", arguments.regex)
     if (schema := arguments.json_schema) is None:
         return None
-    if schema.lstrip().startswith("{"):
-        return Grammar("json_schema", schema)
-    try:
-        return Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--json-schema {schema} cannot be read, and is no JSON: {error}") from None
+    named, text = "--json-schema", schema
+    if not schema.lstrip().startswith("{"):
+        named = f"--json-schema {schema}"
+        try:
+            text = Path(schema).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            like = '{"type": "object"}'
+            raise InputError(f"{named}: there is no such file, and it is no schema such as '{like}'") from None
+        except UnicodeError:
+            raise InputError(f"{named} is not UTF-8; convert it") from None
+        except OSError as error:
+            raise InputError(f"{named} cannot be read: {error.strerror}") from None
+    if why := no_schema(text):
+        raise InputError(f"{named} {why}")
+    return Grammar("json_schema", text)
 
 
 def _drawn(

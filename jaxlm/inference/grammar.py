@@ -12,6 +12,7 @@ import numpy as np
 from jaxlm.core.errors import InputError
 from jaxlm.core.extras import install
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.inference.grammar_errors import explained, no_schema, shortened
 
 if TYPE_CHECKING:
     import llguidance
@@ -21,7 +22,6 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_REGEX_BYTES = 2 << 10  # some take the library a time that grows with the square of their length
 _KEPT = 64  # compiled grammars
-_SHOWN = 300  # characters of the library's message
 
 # What compiling and each mask may take. The library counts work, not time, so that all processes of one engine come to
 # the same end: 25 ms or so of regular expressions at first, and 10 ms of them and 5 ms of rules for each mask.
@@ -163,14 +163,14 @@ class Matcher:
         """Add a token that may come next, other than one that ends the text."""
         self._count += 1
         if not self._matcher.consume_token(token):
-            self._fail(_message(self._matcher))
+            self._fail(shortened(_message(self._matcher)))
             return
         if self._matcher.is_accepting() and self._matcher.is_stopped():
             self._allow(np.zeros_like(self._stops_W), is_accepting=True)
             return
         following_W = _following(self._matcher, self._vocab_size) & self._known_W
         if self._matcher.is_error():
-            self._fail(_message(self._matcher))
+            self._fail(shortened(_message(self._matcher)))
         else:
             self._allow(following_W, self._matcher.is_accepting())
 
@@ -205,19 +205,25 @@ class CompiledGrammar(NamedTuple):
         import llguidance
 
         name = _NAMES[grammar.kind]
+
+        def refused(message: str) -> GrammarError:
+            return GrammarError(f"{name} cannot be used: {explained(grammar.kind, grammar.text, message)}")
+
         most = MAX_REGEX_BYTES if grammar.kind == "regex" else MAX_GRAMMAR_BYTES
         if (size := len("".join(grammar[1:]).encode("utf-8", "surrogatepass"))) > most:
             raise GrammarError(f"{name} of {size:,} bytes is longer than {most:,}; shorten it")
+        if grammar.kind == "json_schema" and (why := no_schema(grammar.text)):
+            raise GrammarError(f"{name} {why}")
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         try:
             matcher = llguidance.LLMatcher(tokenizer, _rules(grammar), log_level=0, limits=limits)
         except ValueError as error:
-            raise GrammarError(f"{name} cannot be read: {_in_one_line(str(error))}") from None
+            raise refused(str(error)) from None
         if matcher.is_error():
-            raise GrammarError(f"{name} cannot be used: {_message(matcher)}")
+            raise refused(_message(matcher))
         first_W = _following(matcher, vocab_size) & known_W
         if matcher.is_error():
-            raise GrammarError(f"{name} cannot be used: {_message(matcher)}")
+            raise refused(_message(matcher))
         if not first_W.any():
             raise GrammarError(f"{name} cannot be used: no text of this model's tokens fits it but maybe the empty one")
         return cls(matcher, first_W, matcher.is_accepting(), known_W)
@@ -339,11 +345,5 @@ def _bits(ids: Collection[int], vocab_size: int) -> np.ndarray:
 
 
 def _message(matcher: "llguidance.LLMatcher") -> str:
-    """Return in one line why a text cannot go on, without the state of the parser."""
-    why = _in_one_line(matcher.get_error().partition("\n<")[0])
-    return "no text fits it" if why.startswith("NoExtension") else why
-
-
-def _in_one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
+    """Return why a text cannot go on, without the state of the parser."""
+    return matcher.get_error().partition("\n<")[0]

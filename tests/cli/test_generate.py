@@ -185,6 +185,10 @@ def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
     for form in ({"enum": ["so", "it"]}, '{"enum": ["so", "it"]}'):
         (drawn,) = model.generate(["alpha"], 20, seed=3, json_schema=form)
         assert drawn.text == text["text"]
+    model = api.load(run)
+    with pytest.raises(InputError, match="there is no look-around"):
+        model.generate(["alpha"], regex="(?=a)b")
+    assert "_restored" not in vars(model), "the weights are read for nothing"
     with pytest.raises(InputError, match="json_schema and regex are both"):
         model.generate(["alpha"], json_schema={}, regex="a")
     with pytest.raises(InputError, match="json_schema is no JSON: Object of type set"):
@@ -203,11 +207,18 @@ def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
         (["--prompt", "a", "--stop", ""], "--stop '' would end every text"),
         (["--prompt", "a", "--seed", str(2**63)], "--seed 9223372036854775808 must be from -9223372036854775808 to"),
         (["--prompt", "a", "--token-ids", "1"], "not allowed with argument"),
-        (["--prompt", "a", "--regex", "("], "the regular expression cannot be used: "),
-        (["--prompt", "a", "--json-schema", "FOLDER/none"], "none cannot be read, and is no JSON: "),
-        (["--prompt", "a", "--json-schema", "FOLDER/odd.jsonl"], "the JSON schema cannot be read: "),
+        (
+            ["--prompt", "a", "--regex", "("],
+            "the regular expression cannot be used: at character 1 of '(': the ( has no )",
+        ),
+        (["--prompt", "a", "--json-schema", "FOLDER/none"], "none: there is no such file, and it is no schema such as"),
+        (
+            ["--prompt", "a", "--json-schema", "FOLDER/odd.jsonl"],
+            "odd.jsonl is no JSON: extra data at line 2, column 1",
+        ),
         (["--prompt", "a", "--json-schema", "f", "--regex", "a"], "not allowed with argument"),
         (["--prompt", "a", "--speculate", "ngrams:2"], "; ngram:2 looks drafts up in the text"),
+        (["--regex", "[a"], "the [ has no ]; close it"),  # before a prompt is read
         (["--json"], "--json is of prompts that are given: add --prompt, --prompts or --token-ids"),
     ],
 )

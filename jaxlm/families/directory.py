@@ -164,7 +164,7 @@ class PublishedModel:
     def dropped(self) -> list[str]:
         """The stored tensors that are no parameters, or copies of others."""
         copies = [name for name in self.family.copies if name in self.stored and self.model.tied_embeddings]
-        others = *copies, *self._spare_biases, *self._left_out, *self._further
+        others = *copies, *self._spare_biases, *self._left_out, *self.mtp_tensors
         return [*matching(self.stored, self.family.dropped), *others]
 
     @property
@@ -175,13 +175,14 @@ class PublishedModel:
         quantized = [name for name, matrix in matrices.items() if isinstance(matrix, LazyTensor)]
         return [name for name in quantized if not self.stored[name].read().any()]
 
-    @property
-    def _further(self) -> list[str]:
-        """The tensors of layers after the last, which predict tokens further ahead (arXiv:2412.19437, section 2.2)."""
+    @cached_property
+    def mtp_tensors(self) -> dict[str, StoredTensor | LazyTensor]:
+        """The tensors of layers after the last, which predict tokens further ahead, by name (multi-token prediction,
+        arXiv:2412.19437, section 2.2). jaxlm computes nothing with them."""
         known, last = {**self.family.defaults, **self.config}, self.model.num_layers
         layers = [(start, last + i) for key, start in self.family.further.items() for i in range(known.get(key) or 0)]
         starts = tuple(start.replace("{l}", str(layer)) for start, layer in layers)
-        return [name for name in self.stored if name.startswith(starts)]
+        return {name: tensor for name, tensor in self.stored.items() if name.startswith(starts)}
 
     @cached_property
     def quantization(self) -> Quantization | None:
@@ -238,13 +239,12 @@ class PublishedModel:
         kept = self.kept(quantization)
         widened = [name for name in self.tensors.keys() - kept if isinstance(self.stored[name], LazyTensor)]
         lines = say_widths(len(kept), quantization, Counter(self.stored[name].dtype.name for name in widened))
-        further = self._further
-        if dropped := [name for name in self.dropped if name not in further]:
+        if dropped := [name for name in self.dropped if name not in self.mtp_tensors]:
             lines.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
-        if further:
+        if self.mtp_tensors:
             lines.append(
-                f"{len(further)} tensors are of layers that predict tokens further ahead, after layer "
-                f"{self.model.num_layers - 1}, and are not read: an export is without them"
+                f"{len(self.mtp_tensors)} tensors are of layers for multi-token prediction, after layer "
+                f"{self.model.num_layers - 1}: nothing is computed with them, and an import keeps them for an export"
             )
         if (self.folder / SINGLE).is_file() and (self.folder / INDEX).is_file():
             lines.append(f"{SINGLE} is read, and not {INDEX} beside it with its shards")
@@ -268,12 +268,15 @@ def write(
     dtypes: Mapping[str, str],
     carried: Mapping[str, bytes],
     say: Callable[[str], None],
+    mtp_tensors: Mapping[str, StoredTensor | LazyTensor] | None = None,
 ) -> Family:
     """Write a Hugging Face directory: shards of at most 5 GB, index, config.json, and the files that are carried.
 
     Args:
       dtypes: the dtype of each tensor by name, and of all other tensors under "".
       carried: contents of further files by name. Of a carried config.json, the keys outside of the architecture stay.
+      mtp_tensors: the layers for multi-token prediction, by name, which are written as they are. Without them,
+        config.json says that there are none.
 
     Returns the family. Raises InputError for a model that no family has.
     """
@@ -287,13 +290,19 @@ def write(
         name: LazyTensor(safetensors.dtype_named(dtypes[""]), shape, lambda shape=shape: np.zeros(shape))
         for name, shape in sparse_layers.empty_tensors(model, family).items()
     }
-    files = safetensors.shards(table.unwritten(expected, parameters, dtype_of) | empty, _SHARD_BYTES)
+    further = dict(mtp_tensors or {})
+    files = safetensors.shards(table.unwritten(expected, parameters, dtype_of) | empty | further, _SHARD_BYTES)
     if "architectures" in before and model_of(before, CONFIG) == model:
         config = before
     else:
         config = {**before, **config_of(model, family)}
         config |= {key: _torch(dtypes[""]) for key in ("dtype", "torch_dtype")}
-    config |= dict.fromkeys(family.further, 0) if any(config.get(key) != 0 for key in family.further) else {}
+    if further:
+        say(f"{len(further)} tensors of layers for multi-token prediction are written as they were read")
+    elif any(config.get(key) != 0 for key in family.further):
+        if any(config.get(key) for key in family.further):
+            say(f"the export has no layers for multi-token prediction, and {CONFIG} had: they are set to 0")
+        config |= dict.fromkeys(family.further, 0)
     if not before:  # or transformers takes the ids of the family's first model
         ids = json.loads(carried.get(GENERATION, b"{}"))
         config |= {key: ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -51,13 +51,16 @@ class StoredTensor:
         """Return the tensor as a read-only view of the file."""
         if math.prod(self.shape) == 0:
             return np.zeros(self.shape, self.dtype)
-        size = self.dtype.itemsize * math.prod(self.shape)
-        return _mapped(self.file)[self.offset : self.offset + size].view(self.dtype).reshape(self.shape)
+        return _mapped(self.file)[self.offset : self.offset + self.bytes].view(self.dtype).reshape(self.shape)
 
     @property
     def dtype_name(self) -> str:
         """The format's name of the dtype."""
         return _NAMES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, math.prod(item[1].shape))):
         if tensor.offset != end:
             raise InputError(f"{file}: {name} overlaps another tensor, or leaves a gap before it")
-        end += tensor.dtype.itemsize * math.prod(tensor.shape)
+        end += tensor.bytes
     if end != size:
         missing = f"is cut off: {end - size:,} bytes of its tensors are missing" if end > size else "has more bytes"
         raise InputError(f"{file} {missing}" + ("" if end > size else f" than its tensors: {size - end:,}"))
@@ -156,7 +159,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def write(file: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> None:
+def write(file: Path, tensors: Mapping[str, StoredTensor | LazyTensor], metadata: Mapping[str, str]) -> None:
     """Write tensors one after another; no more than one is in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -179,9 +182,9 @@ def write(file: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, 
         os.fsync(stream.fileno())
 
 
-def shards(tensors: Mapping[str, LazyTensor], most: int) -> list[dict[str, LazyTensor]]:
+def shards(tensors: Mapping[str, StoredTensor | LazyTensor], most: int) -> list[dict[str, StoredTensor | LazyTensor]]:
     """Return the tensors in files of at most `most` bytes each, in order; a larger tensor has a file of its own."""
-    files: list[dict[str, LazyTensor]] = [{}]
+    files: list[dict[str, StoredTensor | LazyTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if files[-1] and size + tensor.bytes > most:
@@ -192,6 +195,6 @@ def shards(tensors: Mapping[str, LazyTensor], most: int) -> list[dict[str, LazyT
     return files
 
 
-def total_bytes(tensors: Iterable[LazyTensor]) -> int:
+def total_bytes(tensors: Iterable[StoredTensor | LazyTensor]) -> int:
     """Return the bytes of all tensors."""
     return sum(tensor.bytes for tensor in tensors)

@@ -11,7 +11,7 @@ from jaxlm.core import buckets, copies
 from jaxlm.core.addresses import address, with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
-from jaxlm.families import hub, post_processor, tokens
+from jaxlm.families import hub, post_processor, safetensors, tokens
 from jaxlm.families.files import (
     CONFIG,
     DTYPES,
@@ -82,6 +82,8 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Imported:
     if not_finite := [path for path, good in paths(finite).items() if not good]:
         say(f"not all numbers are finite in {', '.join(not_finite)}")
     write_files(published.weights.sidecar_files(), run.paths.huggingface)
+    if mtp_tensors := published.weights.mtp_tensors():
+        safetensors.write(run.paths.mtp, mtp_tensors, {"format": "pt"})
     published.weights.origin().save(run.paths.origin)
     if published.text.has_tokenizer:
         run.paths.tokenizer.write_bytes(published.text.tokenizer_file.read_bytes())
@@ -133,7 +135,9 @@ def export(
         sidecar_files = _own_tokenizer(source.text, experiment) | sidecar_files
     if experiment.data.of_conversations:
         sidecar_files = ending_answers(source, sidecar_files)
-    family = directory.write(out, experiment.model, parameters, dtypes, sidecar_files, say)
+    family = directory.write(
+        out, experiment.model, parameters, dtypes, sidecar_files, say, source.weights.mtp_tensors()
+    )
     copies.push(out)
     return Converted(family.name, parameter_count(experiment.model))
 

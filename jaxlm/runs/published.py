@@ -1,7 +1,7 @@
 """A Hugging Face directory, a model of the Hub, or a GGUF file, as a source of a model."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from jaxlm.training.paths import small_files
 if TYPE_CHECKING:
     from jaxlm.data.chat_template import ChatTemplate
     from jaxlm.families.directory import PublishedModel
+    from jaxlm.families.safetensors import LazyTensor, StoredTensor
     from jaxlm.models.tree import Tree
 
 
@@ -107,6 +108,10 @@ class PublishedWeights:
         """Return the small files of the directory by name, and the dtypes of its tensors."""
         contents = {file.name: file.read_bytes() for file in files.carried(self._model.folder)}
         return contents | {DTYPES: (json.dumps(self._model.dtypes(), indent=1) + "\n").encode()}
+
+    def mtp_tensors(self) -> "Mapping[str, StoredTensor | LazyTensor]":
+        """Return the tensors of layers for multi-token prediction, by name. Raises InputError for a broken file."""
+        return self._model.mtp_tensors
 
 
 class PublishedText:

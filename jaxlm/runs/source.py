@@ -1,7 +1,7 @@
 """A source of a model: a run, or a published model. The checks of a run that begins with one."""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxlm.data.chat_template import ChatTemplate
+    from jaxlm.families.safetensors import LazyTensor, StoredTensor
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.rules import Rules
 
@@ -79,6 +80,11 @@ class ModelWeights(Protocol):
 
     def sidecar_files(self) -> dict[str, bytes]:
         """Return the small files that published weights came with, by name, which an export gives back."""
+        ...
+
+    def mtp_tensors(self) -> "Mapping[str, StoredTensor | LazyTensor]":
+        """Return the tensors of published layers for multi-token prediction, by name, which an export gives back as
+        they are: none of weights that were trained. Raises InputError where a file is broken."""
         ...
 
 

@@ -1,11 +1,12 @@
 """A run as a source of a model: its weights, its text and its chat template."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import copies
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.data.config import TOKENIZERS, expanded
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxlm.data.chat_template import ChatTemplate
+    from jaxlm.families.safetensors import LazyTensor, StoredTensor
     from jaxlm.models.tree import Tree
 
 # Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
@@ -133,6 +135,13 @@ class RunWeights:
         folder = self.run.paths.huggingface
         files = sorted(folder.iterdir()) if folder.is_dir() else []
         return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+    def mtp_tensors(self) -> "Mapping[str, StoredTensor | LazyTensor]":
+        """Return the tensors that an import kept for an export, by name. Raises InputError for a broken file."""
+        from jaxlm.families import safetensors
+
+        copies.pull(self.run.paths.mtp)
+        return safetensors.read_header(self.run.paths.mtp) if self.run.paths.mtp.is_file() else {}
 
     def _chosen(self, checkpoint: str | int, say: Callable[[str], None]) -> int:
         """Return the step of a checkpoint. Raises InputError where it is not whole."""

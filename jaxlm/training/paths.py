@@ -48,6 +48,8 @@ class RunPaths:
         # Of a run that began with weights: whose they were, and the small files that published ones came with.
         self.origin = directory / "origin.json"
         self.huggingface = directory / "huggingface"
+        # Of an imported run: the layers for multi-token prediction, which an export gives back.
+        self.mtp = directory / "mtp.safetensors"
         # The form of weights that are quantised.
         self.quantized = directory / "quantized.json"
         # Of preferences: log-probabilities under the model that training began with, for each source and side.

@@ -15,7 +15,7 @@ from matrices import sampled
 from running import logits, save
 from workload_fixtures import workload
 
-from jaxlm import config
+from jaxlm import api, config
 from jaxlm.core.errors import InputError
 from jaxlm.costs.plan import parameter_counts
 from jaxlm.families import table
@@ -99,11 +99,11 @@ def loaded(published, dtype=None):
     return tree.paths(published.load(meshes.make(1, 1, 1), TRAIN, dtype))
 
 
-def exported(published, folder, dtype=None, keeps_config=True):
+def exported(published, folder, dtype=None, keeps_config=True, say=lambda line: None):
     """Return the model in the directory that an export writes."""
     parameters = published.load(meshes.make(1, 1, 1), TRAIN, dtype)
     kept = {"config.json": (published.folder / "config.json").read_bytes()} if keeps_config else {}
-    write(folder, published.model, parameters, published.dtypes(), kept, lambda line: None)
+    write(folder, published.model, parameters, published.dtypes(), kept, say)
     return PublishedModel(folder)
 
 
@@ -212,19 +212,31 @@ def test_experts_are_mapped_and_fetched_many_at_a_time(tmp_path, monkeypatch):
     assert len(fetched) == len(expected) - len(experts) + 2 * 3
 
 
-def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path):
+def test_an_import_keeps_layers_for_multi_token_prediction_and_an_export_gives_them_back(tmp_path):
     facts, _ = loud.read("glm4_moe_air")
     weights, last = loud.weights(facts, "loud"), facts["config"]["num_hidden_layers"]
     further = {f"model.layers.{last}.{key}": np.ones((2, 2), np.float32) for key in ("eh_proj.weight", "enorm.weight")}
     has = facts["config"] | {"num_nextn_predict_layers": 1}
     found = opened(tmp_path / "in", has, weights | further)
     assert found.tensors.keys() == weights.keys() and found.dropped == list(further)
-    assert found.remarks() == [
-        "2 tensors are of layers that predict tokens further ahead, after layer 2, and are not read: an export is "
-        "without them",
+    said, written = [], "2 tensors of layers for multi-token prediction are written as they were read"
+    api.import_run(tmp_path / "in", tmp_path / "run", say=said.append)
+    assert said[:2] == [
+        "2 tensors are of layers for multi-token prediction, after layer 2: nothing is computed with them, and an "
+        "import keeps them for an export",
         "keys of config.json that change no result, kept for an export: output_router_logits",
     ]
-    assert exported(found, tmp_path / "out").config == has | {"num_nextn_predict_layers": 0}
+    for place in ("in", "run"):
+        api.export(tmp_path / place, tmp_path / f"of {place}", say=said.append)
+        back = PublishedModel(tmp_path / f"of {place}")
+        assert written in said and back.config == has and back.stored.keys() == weights.keys() | further.keys()
+        for key in weights | further:
+            assert back.stored[key].read().tobytes() == found.stored[key].read().tobytes(), key
+        said.clear()
+    # As of a run that was trained further: these layers are of the weights before.
+    back = exported(found, tmp_path / "out", say=said.append)
+    assert said[0] == "the export has no layers for multi-token prediction, and config.json had: they are set to 0"
+    assert back.config == has | {"num_nextn_predict_layers": 0} and back.stored.keys() == weights.keys()
     assert exported(found, tmp_path / "plain", keeps_config=False).config["num_nextn_predict_layers"] == 0
     without = opened(tmp_path / "no key", facts["config"], weights | further)
     with pytest.raises(InputError, match=f"model.layers.{last}.eh_proj.weight is none of the model's"):

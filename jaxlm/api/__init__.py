@@ -114,6 +114,7 @@ def load(
     workload: "Kind" = "decode",
     engine: "EngineSettings | None" = None,
     chat_template: str | None = None,
+    adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] = MappingProxyType({}),
     say: Callable[[str], None] = _silent,
 ) -> "LoadedModel":
@@ -133,6 +134,8 @@ def load(
         `evaluate`, keeps them in float32 and shards them over fsdp too, and "prefill" those of them that it divides.
       engine: settings of the engine that continues prompts; by default of the sizes in `experiment.inference`.
       chat_template: the path of a chat template, or the name of one that comes with jaxlm, in place of the model's own.
+      adapter: a run with [lora] or a PEFT directory of the model, with which `generate` and `stream` draw texts, beside
+        the weights as they are, such as quantised ones. `load(adapter)` adds it to them instead, and evaluates them so.
       adapters: adapters of the model by name, runs with [lora] or PEFT directories. `serve` serves the model with each
         under its name, and `complete` takes requests of them (`Request.adapter`).
       say: takes a line about each checkpoint that is passed over, and about a dtype that was chosen.
@@ -144,6 +147,11 @@ def load(
     from jaxlm.runs.served_adapter import adapter_of
 
     source = source_of(place(run))
+    name = None if adapter is None else place(adapter).name
+    if name is not None and adapter is not None:
+        if name in adapters:
+            raise InputError(f"two adapters are called {name}; give each a name of its own")
+        adapters = {**adapters, name: adapter}
     if average and adapters:
         raise InputError("adapters are trained beside weights, and not beside their average; leave out --ema")
     if average and source.experiment().training.ema_decay is None:
@@ -153,6 +161,7 @@ def load(
         dtype = experiment.execution.dtype
     model = LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say, chat_template)
     model.adapters = {name: adapter_of(name, place(where), source) for name, where in adapters.items()}
+    model.adapter = name
     return model
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxlm.api.model import MAX_ANSWER_TOKENS, MAX_TOKENS
 from jaxlm.cli import chat, engine, prompts, trained
-from jaxlm.cli.paths import as_utf8
+from jaxlm.cli.paths import as_utf8, location
 from jaxlm.core.errors import InputError, in_one_line
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ _SAMPLING = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
+    parser.add_argument(
+        "--adapter",
+        type=location,
+        metavar="ADAPTER",
+        help="draw texts with this adapter of the model, a run with [lora] or a PEFT directory",
+    )
     prompts.add_arguments(parser)
     chat.add_arguments(parser)
     parser.add_argument(

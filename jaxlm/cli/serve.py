@@ -35,7 +35,7 @@ _NEEDS = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 # The same for all processes.
 _SIZES = ("slots", "max_context", "cache_memory", "cache_dtype", "chunk_tokens", "speculate")
-_SAME = ("adapter", "overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
+_SAME = ("adapters", "overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="NAME", help="the name by which clients ask for the model (its folder's)")
     parser.add_argument(
         "--adapter",
+        dest="adapters",
         type=_adapter,
         action="append",
         default=[],
@@ -187,7 +188,7 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise InputError for limits without meaning, and for two adapters of one name."""
-    names = [name for name, _ in arguments.adapter]
+    names = [name for name, _ in arguments.adapters]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--adapter {twice[0]}=… is given {names.count(twice[0])} times; give each a name of its own")
     for name in _LIMITS:

@@ -91,7 +91,8 @@ def load(
         dtype=dtype,
         workload=workload,
         chat_template=getattr(arguments, "chat_template", None),
-        adapters=dict(getattr(arguments, "adapter", ())),
+        adapter=getattr(arguments, "adapter", None),
+        adapters=dict(getattr(arguments, "adapters", ())),
         say=say,
     )
     compilation_cache.enable(say)

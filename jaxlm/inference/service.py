@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxlm.inference.engine import Engine, Event
@@ -27,6 +27,25 @@ class Draining(RuntimeError):
     """A service that ends, and takes no more requests."""
 
 
+@dataclass(slots=True)
+class TextCounts:
+    """Counts of the requests of one adapter, or of the model itself.
+
+    Attributes:
+      ended: requests that have ended, by the reason.
+      prompt_tokens, cached_tokens: tokens of prompts of requests that have drawn, and how many of these tokens were
+        found in the cache.
+      tokens: that were drawn.
+    """
+
+    ended: dict[EndReason, int] = field(
+        default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0)
+    )
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+
+
 class ServiceStatistics(NamedTuple):
     """Counts of a service since it began, and its state now.
 
@@ -34,10 +53,7 @@ class ServiceStatistics(NamedTuple):
       waiting, running: requests now.
       pages, pages_held, pages_cached: of all groups of layers and all shards: all pages, pages of running
         requests, and pages that nobody holds and that may be found again.
-      requests: that have ended, by the reason.
-      prompt_tokens, cached_tokens: tokens of prompts of requests that have drawn, and how many of these tokens were
-        found in the cache.
-      tokens: that were drawn.
+      texts: the counts of the model itself (None) and of each adapter, by name.
       preemptions: times that a request lost its pages to others.
       drafted, accepted: drafts that steps have read, and those of them that were drawn in their places.
       steps: that were dispatched.
@@ -49,10 +65,7 @@ class ServiceStatistics(NamedTuple):
     pages: int
     pages_held: int
     pages_cached: int
-    requests: dict[EndReason, int]
-    prompt_tokens: int
-    cached_tokens: int
-    tokens: int
+    texts: dict[str | None, TextCounts]
     preemptions: int
     drafted: int
     accepted: int
@@ -163,9 +176,8 @@ class EngineService:
         self._finished: deque[int] = deque()
         self._draining = self._closing = False
         self._resting, self._beat = True, time.monotonic()
-        self._requests: dict[EndReason, int] = dict.fromkeys(("stop", "length", "cancelled", "error"), 0)
-        self._prompt_tokens = self._cached_tokens = self._tokens = self._steps = 0
-        self._step_seconds = 0.0
+        self._texts: dict[str | None, TextCounts] = {name: TextCounts() for name in (None, *engine.adapters)}
+        self._steps, self._step_seconds = 0, 0.0
         self._ended, self._between_ends = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -220,10 +232,7 @@ class EngineService:
             pages=len(engine.pages) * sum(group.count - 1 for group in engine.runner.page_groups),
             pages_held=engine.pages_held,
             pages_cached=engine.pages_cached,
-            requests=dict(self._requests),
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            tokens=self._tokens,
+            texts={name: replace(counts, ended=dict(counts.ended)) for name, counts in self._texts.items()},
             preemptions=engine.preemptions,
             drafted=engine.drafted,
             accepted=engine.accepted,
@@ -250,7 +259,8 @@ class EngineService:
         with self._wake:
             left = list(self._listeners.items())
             self._listeners.clear()
-            self._requests["cancelled"] += len(left)
+            for _, listener in left:
+                self._counts(listener).ended["cancelled"] += 1
             self._closing = True
             self._wake.notify()
         for id, _ in left:
@@ -260,16 +270,16 @@ class EngineService:
 
     def _finish(self, id: int) -> None:
         with self._wake:
-            if self._listeners.pop(id, None):
-                self._count_end("stop")
+            if listener := self._listeners.pop(id, None):
+                self._count_end(listener, "stop")
                 self._finished.append(id)  # the engine's thread alone may end a request early
                 self._wake.notify()
 
     def _cancel(self, ids: Iterable[int]) -> None:
         for id in ids:
             with self._wake:
-                if self._listeners.pop(id, None):
-                    self._count_end("cancelled")
+                if listener := self._listeners.pop(id, None):
+                    self._count_end(listener, "cancelled")
             self.engine.cancel(id)
 
     def _run(self) -> None:
@@ -308,7 +318,7 @@ class EngineService:
                     self._observe(listener, event, now)
                 if event.end:
                     del self._listeners[event.id]
-                    self._count_end(event.end)
+                    self._count_end(listener, event.end)
                 if not listener.request.hidden:
                     event = event._replace(hidden=None)  # a row, which would keep its whole array
                 events_of.setdefault(listener.stream, []).append((listener.index, event))
@@ -320,17 +330,21 @@ class EngineService:
 
     def _observe(self, listener: _Listener, event: Event, now: float) -> None:
         seconds, listener.since = now - listener.since, now
+        counts = self._counts(listener)
         if listener.has_drawn:
             self._observer.next_token(seconds)
         else:
             listener.has_drawn = True
             self._observer.first_token(seconds)
-            self._prompt_tokens += len(listener.request.prompt)
-            self._cached_tokens += event.cached
-        self._tokens += event.token is not None
+            counts.prompt_tokens += len(listener.request.prompt)
+            counts.cached_tokens += event.cached
+        counts.tokens += event.token is not None
 
-    def _count_end(self, end: EndReason) -> None:
-        self._requests[end] += 1
+    def _counts(self, listener: _Listener) -> TextCounts:
+        return self._texts[listener.request.adapter]
+
+    def _count_end(self, listener: _Listener, end: EndReason) -> None:
+        self._counts(listener).ended[end] += 1
         now = time.monotonic()
         between, self._ended = now - self._ended, now
         self._between_ends += 0.1 * (min(between, _LONGEST_WAIT_S) - self._between_ends)  # over the last ten or so
@@ -340,7 +354,8 @@ class EngineService:
             self.failure = f"the engine has failed: {type(error).__name__}: {error}"
             left = list(self._listeners.values())
             self._listeners.clear()
-            self._requests["error"] += len(left)
+            for listener in left:
+                self._counts(listener).ended["error"] += 1
         _tell({listener.stream for listener in left}, EngineFailed(self.failure))
         if self._on_failure:
             self._on_failure()

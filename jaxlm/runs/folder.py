@@ -57,7 +57,7 @@ class Run:
                 f"{paths} is no run: it holds no {paths.config.name}, nor the {PUBLISHED} of a Hugging Face directory; "
                 "jaxlm train makes one"
             )
-        near = _nearest_run(directory)
+        near = nearest_run(directory)
         return InputError(f"there is no run {paths}; {f'did you mean {near}?' if near else 'jaxlm train makes one'}")
 
     def digest(self) -> str:
@@ -170,7 +170,7 @@ class Run:
         return InputError(f"another jaxlm train is at work in {self.paths}; wait for its end, or choose another --out")
 
 
-def _nearest_run(missing: Path) -> Path | None:
+def nearest_run(missing: Path) -> Path | None:
     """Return the run beside a path at which there is none whose name is the nearest: first of those that begin with
     it, as of one with overrides."""
     try:

@@ -11,7 +11,7 @@ from jaxlm.data.config import HUGGING_FACE
 from jaxlm.families import hub
 from jaxlm.families.files import ADAPTER_CONFIG, is_adapter
 from jaxlm.runs.adapters import AdaptedWeights, family_of
-from jaxlm.runs.folder import Run
+from jaxlm.runs.folder import Run, nearest_run
 from jaxlm.runs.published import PublishedSource
 from jaxlm.runs.source import ModelSource, WeightsRequest
 from jaxlm.runs.trained import RunChat, RunSource
@@ -48,9 +48,13 @@ def adapter_of(name: str, path: Path, base: ModelSource) -> ServedAdapter:
         return RunAdapter(name, run, base)
     if hub.is_name(path) or is_adapter(path):
         return PublishedAdapter(name, path, base)
+    if not path.exists():
+        near = nearest_run(path)
+        ask = f"did you mean {near}?" if near else f"give a run with [lora] or a PEFT directory ({ADAPTER_CONFIG})"
+        raise InputError(f"adapter {name}: there is no {path}; {ask}")
     raise InputError(
         f"adapter {name}: {path} is no run with adapters ([lora]) and no PEFT directory ({ADAPTER_CONFIG}); a whole "
-        "model is served by a server of its own"
+        "model is used by itself"
     )
 
 

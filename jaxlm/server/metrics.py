@@ -73,9 +73,6 @@ class _ServiceCollector(Collector):
             "step_seconds": (now.step_seconds, "Seconds of the last step."),
         }
         counters = {
-            "prompt_tokens": (now.prompt_tokens, "Tokens of prompts."),
-            "cached_prompt_tokens": (now.cached_tokens, "Tokens of prompts that were found in the cache."),
-            "generated_tokens": (now.tokens, "Tokens drawn."),
             "preemptions": (now.preemptions, "Times that a request lost its pages to others."),
             "draft_tokens": (now.drafted, "Drafts of next tokens that steps have read."),
             "accepted_draft_tokens": (now.accepted, "Drafts that were drawn in their places."),
@@ -85,7 +82,21 @@ class _ServiceCollector(Collector):
             yield GaugeMetricFamily(f"jaxlm_{name}", meaning, value)
         for name, (value, meaning) in counters.items():
             yield CounterMetricFamily(f"jaxlm_{name}", meaning, value)
-        ends = CounterMetricFamily("jaxlm_texts", "Texts that have ended, by the reason.", labels=["finish_reason"])
-        for reason, count in now.requests.items():
-            ends.add_metric([reason], count)
+        # The label of the model itself is empty, which is the same to Prometheus as none.
+        by_adapter = {
+            "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+            "cached_prompt_tokens": ("cached_tokens", "Tokens of prompts that were found in the cache."),
+            "generated_tokens": ("tokens", "Tokens drawn."),
+        }
+        labels = ["adapter"] * (len(now.texts) > 1)
+        for name, (count, meaning) in by_adapter.items():
+            family = CounterMetricFamily(f"jaxlm_{name}", meaning, labels=labels)
+            for adapter, counts in now.texts.items():
+                family.add_metric([adapter or ""] * len(labels), getattr(counts, count))
+            yield family
+        meaning = "Texts that have ended, by the reason."
+        ends = CounterMetricFamily("jaxlm_texts", meaning, labels=[*labels, "finish_reason"])
+        for adapter, counts in now.texts.items():
+            for reason, count in counts.ended.items():
+                ends.add_metric([*[adapter or ""] * len(labels), reason], count)
         yield ends

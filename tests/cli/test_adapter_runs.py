@@ -11,6 +11,7 @@ from story_fixtures import STORIES, shallow
 
 from jaxlm import api
 from jaxlm.cli import main
+from jaxlm.core.errors import InputError
 from jaxlm.families.directory import PublishedModel
 from jaxlm.inference.completion import completions
 from jaxlm.inference.requests import Sampling
@@ -185,7 +186,7 @@ def test_adapters_of_an_import_name_the_directory_that_it_came_from(folder, tmp_
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_adapters_are_served_beside_their_base(folder, tmp_path):
+def test_adapters_are_served_beside_their_base(folder, tmp_path, capsys):
     """A run's and the PEFT directory that it is exported to, together with the base: each draws what it draws by
     itself, where its adapters are added to the matrices. With a temperature: the likeliest token is always one."""
     assert main(["export", str(folder / "run"), str(tmp_path / "peft"), "--adapter"]) == 0
@@ -197,6 +198,14 @@ def test_adapters_are_served_beside_their_base(folder, tmp_path):
     models = [api.load(each, **options) for each in (folder / "base", folder / "run", tmp_path / "peft")]
     alone = [each.generate(["Once upon a time"], 24, temperature=1.0)[0] for each in models]
     assert [found.text for found in together] == [found.text for found in alone]
+    capsys.readouterr()
+    given = "--prompt", "Once upon a time", "--max-tokens", "24", "--temperature", "1", "--json"
+    for name in (folder / "run", tmp_path / "peft"):
+        assert main(["generate", str(folder / "base"), "--adapter", str(name), *given]) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == alone[1].text
+    adapted = api.load(folder / "base", adapter=folder / "run")
+    with pytest.raises(InputError, match="losses of .* are without adapter run; load the adapter by itself"):
+        adapted.evaluate()
     assert together[0].text != together[1].text
 
 
@@ -217,6 +226,10 @@ def test_an_adapter_that_is_not_of_what_is_served_is_refused(folder, tmp_path, c
     assert "--adapter a=… is given 2 times; give each a name of its own" in line(base, run, peft)
     assert "an adapter and the model are both called base" in line(base, f"base={folder / 'run'}")
     assert f"{base} is no run with adapters ([lora]) and no PEFT directory" in line(base, f"a={base}")
+    assert f"adapter a: there is no {folder / 'none'}; give a run with [lora] or a" in line(
+        base, f"a={folder / 'none'}"
+    )
+    assert f"there is no {folder / 'runs'}; did you mean {folder / 'run'}?" in line(base, f"a={folder / 'runs'}")
     assert "adapts another model than" in line(tmp_path / "deeper", run)
     assert f"whose weights are not those of {tmp_path / 'other'}" in line(tmp_path / "other", run)
     assert f"whose weights are not those of {tmp_path / 'other'}; serve that, or set" in line(tmp_path / "other", peft)

@@ -75,8 +75,9 @@ def test_requests_together_have_what_each_has_alone(service):
     assert together == drawn(service, asked) == [drawn(service, [request])[0] for request in asked]
     assert [len(tokens) for tokens in together] == [12] * 6
     said = service.statistics()
-    assert (said.tokens, said.requests["length"], said.waiting, said.running) == (3 * 72, 18, 0, 0)
-    assert said.prompt_tokens == 3 * sum(len(request.prompt) for request in asked) and said.cached_tokens > 0
+    texts = said.texts[None]
+    assert (texts.tokens, texts.ended["length"], said.waiting, said.running) == (3 * 72, 18, 0, 0)
+    assert texts.prompt_tokens == 3 * sum(len(request.prompt) for request in asked) and texts.cached_tokens > 0
     assert 0 < said.pages_cached <= said.pages and said.steps and said.step_seconds > 0.0
 
 
@@ -96,7 +97,7 @@ def test_a_reader_that_leaves_frees_its_pages(service):
         assert not service.engine.pages_held
 
     asyncio.run(run())
-    assert service.statistics().requests["cancelled"] == 8
+    assert service.statistics().texts[None].ended["cancelled"] == 8
 
 
 def test_a_text_that_stops_takes_nobody_with_it(service):
@@ -113,7 +114,7 @@ def test_a_text_that_stops_takes_nobody_with_it(service):
         return found
 
     assert asyncio.run(run()) == [alone[0][:3], alone[1]]
-    assert service.statistics().requests["stop"] == 1
+    assert service.statistics().texts[None].ended["stop"] == 1
 
 
 def test_all_of_a_request_is_queued_or_nothing(service):
@@ -207,7 +208,7 @@ def test_a_failure_of_the_engine_ends_every_stream(engine, monkeypatch):
         with pytest.raises(EngineFailed):
             service.stream(requests(1), seeds=[0])
         await service.drain(1)
-        assert service.failure and service.statistics().requests["error"] == 3
+        assert service.failure and service.statistics().texts[None].ended["error"] == 3
 
     def fail():
         raise MemoryError("no room")

@@ -158,8 +158,8 @@ def test_it_tells_its_version(server):
 
 
 def metric(text, name):
-    """Return the value of a metric without labels."""
-    return float(re.search(rf"^jaxlm_{name} (\S+)$", text, re.M)[1])
+    """Return the value of a metric without labels, or of the model without an adapter."""
+    return float(re.search(rf"^jaxlm_{name}(?:{{adapter=\"\"}})? (\S+)$", text, re.M)[1])
 
 
 def test_metrics_count_what_is_served(client, server):
@@ -178,7 +178,7 @@ def test_metrics_count_what_is_served(client, server):
     text = said[-1]
     assert metric(text, "requests_running") == metric(text, "requests_waiting") == metric(text, "pages_held") == 0
     assert 0 < metric(text, "pages_cached") <= metric(text, "pages")
-    assert re.search(r'^jaxlm_texts_total\{finish_reason="length"\} \d', text, re.M)
+    assert re.search(r'^jaxlm_texts_total\{adapter="",finish_reason="length"\} \d', text, re.M)
     answers = [
         float(re.search(r'requests_total\{route="/completions",status="200"\} (\S+)', each)[1]) for each in said[1:]
     ]

@@ -91,12 +91,12 @@ def test_a_client_that_leaves_frees_its_pages(stream, server):
         async with unlimited() as http:
             await leave(http, url, body, 3, 0.3)
 
-    before = served.service.statistics().requests
+    before = served.service.statistics().texts[None].ended
     asyncio.run(run())
     wait_until(lambda: served.service.engine.is_idle)
     after = served.service.statistics()
-    assert after.pages_held == 0 and after.requests["cancelled"] >= before["cancelled"] + 50
-    assert after.requests["length"] < before["length"] + 64
+    assert after.pages_held == 0 and after.texts[None].ended["cancelled"] >= before["cancelled"] + 50
+    assert after.texts[None].ended["length"] < before["length"] + 64
 
 
 COUNTS = sampled([("disconnects", 60), ("disconnects", 1000)], ["('disconnects', 60)"])

@@ -1,7 +1,9 @@
 """Adapters behind the same server: each under a name of its own, in one batch with the model."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 from serving import text_alone
@@ -51,6 +53,22 @@ def test_a_prompt_is_found_in_the_cache_under_its_own_name_alone(client):
 
     assert [cached(name) for name in NAMES] == [0, 0, 0]
     assert all(cached(name) >= 32 for name in NAMES)
+
+
+def test_the_counts_of_each_adapter_are_its_own(client, server):
+    _, url = server
+    counted = "prompt_tokens", "generated_tokens", "texts", "cached_prompt_tokens"
+
+    def counts(adapter):
+        text = httpx.get(f"{url}/metrics").text
+        found = [re.findall(rf'^jaxlm_{name}_total{{adapter="{adapter}".*}} (\S+)', text, re.M) for name in counted]
+        return [sum(map(float, each)) for each in found]
+
+    before = {name: counts(name) for name in ("", "poet", "org/critic")}
+    client.completions.create(model="poet", prompt="Hello", max_tokens=5, temperature=0, extra_body={"min_tokens": 5})
+    after = {name: counts(name) for name in before}
+    assert after["poet"][:3] == [before["poet"][0] + 6, before["poet"][1] + 5, before["poet"][2] + 1]
+    assert after[""] == before[""] and after["org/critic"] == before["org/critic"]
 
 
 def test_a_name_that_is_not_served_is_404(client):

@@ -272,7 +272,10 @@ class Engine:
             plan = self._scheduler.plan()
             events = [Event(failed.id, end="error", error=_no_room()) for failed in self._scheduler.failed()]
         # A generation that is cancelled meanwhile has its rows computed and dropped.
-        done, begun = self._ahead, plan and self.runner.begin(plan)
+        done = self._ahead
+        if done is None:
+            self._read_at = time.monotonic()
+        begun = plan and self.runner.begin(plan)
         # Where a grammar waits for the draw before, tokens are drawn behind it, while the devices read the rows.
         is_late = begun is not None and any(generation.awaits_draw for generation in begun.plan.draws)
         self._ahead = self.runner.draw(begun) if begun is not None and not is_late else None
@@ -290,7 +293,7 @@ class Engine:
         return events
 
     def _note_time(self, done: PendingStep, is_followed: bool) -> None:
-        """Measure a step that was read now, where the step before it was read when it began."""
+        """Measure a step that was read now, from when the step before it was read, or else from when it was planned."""
         began, self._read_at = self._read_at, time.monotonic() if is_followed else 0.0
         shape = done.begun.shape
         if self._worth and began and not shape.tiles:

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from jaxlm.inference.acceptance import Acceptance
 from jaxlm.inference.grammar import Matcher
+from jaxlm.inference.host_drafts import HostDrafts
 from jaxlm.inference.pages import SequencePages
 from jaxlm.inference.requests import BarredTokens, Request
 
@@ -47,6 +48,7 @@ class Generation:
       reach: the most.
       pending: what draws tokens, is dispatched and is not read back, in order.
       acceptance: of its drafts so far.
+      drafts: with a grammar, the tokens that the host expects.
       cached: prompt tokens that were found when it first began.
       preemptions: times that its pages went to another, to be computed again.
       end: None while it lives.
@@ -68,6 +70,7 @@ class Generation:
     reach: int = 0
     pending: "deque[Chunk | DecodeRun]" = field(default_factory=deque, repr=False)
     acceptance: Acceptance = field(default_factory=Acceptance, repr=False)
+    drafts: HostDrafts = field(default_factory=HostDrafts, repr=False)
     cached: int = 0
     preemptions: int = 0
     end: EndReason | None = None
@@ -138,11 +141,12 @@ class Generation:
 @dataclass(frozen=True)
 class DecodeRun:
     """Rows of a step that read the last token of a generation, and up to `drafts` tokens that may follow it; those at
-    positions from `limit` on are not read."""
+    positions from `limit` on are not read. `tokens`: these, where they come from the host."""
 
     generation: Generation
     drafts: int
     limit: int
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

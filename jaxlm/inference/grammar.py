@@ -1,5 +1,7 @@
 """Grammars that a text is held to, by the library llguidance: which tokens may come next. Imports no JAX."""
 
+import copy
+import itertools
 import json
 import threading
 from collections import OrderedDict
@@ -174,6 +176,29 @@ class Matcher:
         else:
             self._allow(following_W, self._matcher.is_accepting())
 
+    def forced(self, most: int) -> list[int]:
+        """Return the tokens of the text that the grammar leaves no choice about, at most so many. The same text may be
+        cut into other tokens, which are allowed too."""
+        return self._matcher.deep_copy().compute_ff_tokens()[:most]
+
+    def possible(self, tokens: Sequence[int]) -> list[int]:
+        """Return those of some tokens, from the first on, that may follow one after the other and do not end the
+        text."""
+        tokens = list(itertools.takewhile(lambda token: not _has(self._stops_W, token), tokens))
+        return tokens[: self._matcher.deep_copy().validate_tokens(tokens)]
+
+    def allowed_after(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """Return the ids that may come next (`allowed_W`), and those that may after each of some tokens that are
+        accepted one after the other; none any more from where the text has ended or cannot go on."""
+        ahead = copy.copy(self)
+        ahead._matcher, allowed = self._matcher.deep_copy(), [self.allowed_W]
+        for token in tokens:
+            ahead.accept(token)
+            if ahead.has_ended or ahead.error:
+                break
+            allowed.append(ahead.allowed_W)
+        return allowed
+
     def _allow(self, following_W: np.ndarray, is_accepting: bool) -> None:
         """Take the tokens that may follow by the grammar alone, and whether the text so far fits it."""
         may_end = is_accepting and self._count >= self._min_tokens
@@ -334,6 +359,10 @@ def _following(matcher: "llguidance.LLMatcher", vocab_size: int) -> np.ndarray:
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
     row[vocab_size // 32] &= ~np.uint32(1 << vocab_size % 32)
     return row[: -(-vocab_size // 32)]
+
+
+def _has(bits_W: np.ndarray, id: int) -> bool:
+    return bool(bits_W[id // 32] >> id % 32 & 1)
 
 
 def _bits(ids: Collection[int], vocab_size: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
+from jaxlm.inference.ngrams import NO_DRAFT
 from jaxlm.inference.paged_cache import Arrays, PageLayout
 from jaxlm.inference.proposal import DraftRows, propose
 from jaxlm.inference.ragged_step import Batch, DrawRows, NextTokens, SlotState, StepResults, draw, ragged_step
@@ -187,6 +188,7 @@ class EnginePrograms:
             target_R=np.full(tiles * TILE, -1, np.int32),
             is_ranked_R=np.zeros(tiles * TILE, bool),
             adapter_R=None if self.adapters is None else np.zeros(rows, np.int32),
+            given_Q=np.full(decode, NO_DRAFT, np.int32) if self.drafts else None,
         )
 
     def step(self, shape: StepShape, cache: CacheSize) -> MeshProgram:
@@ -216,7 +218,8 @@ class EnginePrograms:
         """
         drawing = on_each_shard(draw, "batch", (True, True, True, False, *[True] * is_masked))
         ids = self._on_all(jax.ShapeDtypeStruct((self.shards * draws,), jnp.int32))
-        operands = self._state, self._logits(draws), DrawRows(ids, ids, ids, ids), self._valid_token_mask
+        rows = DrawRows(ids, ids, ids, ids, ids if self.drafts else None)
+        operands = self._state, self._logits(draws), rows, self._valid_token_mask
         if is_masked:
             size = self.shards * draws, -(-self.model.vocab_size // 32)
             operands = *operands, self._on_all(jax.ShapeDtypeStruct(size, jnp.uint32))

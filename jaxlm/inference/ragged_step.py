@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.inference.ngrams import NO_DRAFT, look_up
 from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
 from jaxlm.inference.requests import GREEDY, MAX_LOGPROBS
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, RowSampling, count_drawn, row_sampling, sample
-from jaxlm.inference.speculation import NO_DRAFT, accepted, count_drafts, drafts_after, is_last, look_up
+from jaxlm.inference.speculation import accepted, count_drafts, drafts_after, is_last
 from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.doors import select
 from jaxlm.models.transformer import Transformer
@@ -33,7 +34,9 @@ class Batch(NamedTuple):
     `position_R` say what is read. `tables`: of each group, int32 [·, M] of the rows that decode, and of the tiles where
     there are any. `target_R`: the token after each row of a prompt whose score is asked for; −1 elsewhere.
     `is_ranked_R`: bool, whether the target's rank and all `MAX_LOGPROBS` likeliest tokens are asked for too.
-    `adapter_R`: the adapter of each row, from 1 on, and 0 for none; None where the engine has no adapters.
+    `adapter_R`: the adapter of each row, from 1 on, and 0 for none; None where the engine has no adapters. `given_Q`:
+    the drafts that the host gives, in the rows that read them in place of those on the device; `NO_DRAFT` elsewhere;
+    None where the engine has no drafts.
     """
 
     token_R: np.ndarray
@@ -47,6 +50,7 @@ class Batch(NamedTuple):
     target_R: np.ndarray
     is_ranked_R: np.ndarray
     adapter_R: np.ndarray | None = None
+    given_Q: np.ndarray | None = None
 
     def shard(self, index: int, shards: int) -> "Batch":
         """Return the rows of one of the shards, which lie one after the other, as views."""
@@ -67,14 +71,15 @@ class NextTokens(NamedTuple):
         zeros = np.zeros(slots, np.int32)
         return cls(zeros, zeros.copy(), np.full((slots, drafts), NO_DRAFT, np.int32))
 
-    def rows(self, slot_Q: jax.Array, draft_Q: jax.Array, limit_Q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def rows(self, of: "Batch | DrawRows") -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the token and the position of each row of runs that decode (`Batch`), and whether it is read: below
         its limit, and a draft only where one is foreseen. No row of another kind is."""
-        token_Q, position_Q = self.last_S[slot_Q], self.length_S[slot_Q] - 1 + draft_Q
+        token_Q, position_Q = self.last_S[of.slot_Q], self.length_S[of.slot_Q] - 1 + of.draft_Q
         if drafts := self.draft_SK.shape[1]:
-            draft_QK = self.draft_SK[slot_Q, jnp.clip(draft_Q - 1, 0, drafts - 1)]
-            token_Q = jnp.where(draft_Q > 0, draft_QK, token_Q)
-        return token_Q, position_Q, (limit_Q > 0) & (position_Q < limit_Q) & (token_Q != NO_DRAFT)
+            draft_QK = self.draft_SK[of.slot_Q, jnp.clip(of.draft_Q - 1, 0, drafts - 1)]
+            draft_QK = jnp.where(of.given_Q == NO_DRAFT, draft_QK, of.given_Q)
+            token_Q = jnp.where(of.draft_Q > 0, draft_QK, token_Q)
+        return token_Q, position_Q, (of.limit_Q > 0) & (position_Q < of.limit_Q) & (token_Q != NO_DRAFT)
 
 
 class SlotState(NamedTuple):
@@ -146,7 +151,7 @@ def ragged_step(
 
     A row's results depend on the tokens of its own sequence alone.
     """
-    token_Q, position_Q, is_read_Q = upcoming.rows(batch.slot_Q, batch.draft_Q, batch.limit_Q)
+    token_Q, position_Q, is_read_Q = upcoming.rows(batch)
     token_R = _with_runs(batch.token_R, token_Q, is_read_Q)
     position_R = _with_runs(batch.position_R, position_Q, is_read_Q)
     is_row_R = position_R >= 0
@@ -182,13 +187,14 @@ def _with_runs(given_R: jax.Array, of_runs_Q: jax.Array, is_read_Q: jax.Array) -
 
 
 class DrawRows(NamedTuple):
-    """The rows after which tokens are drawn. `slot_Q`, `draft_Q`, `limit_Q`: as `Batch` has them. `position_Q`: int32,
-    of the token that is drawn, where the limit is 0."""
+    """The rows after which tokens are drawn. `slot_Q`, `draft_Q`, `limit_Q`, `given_Q`: as `Batch` has them.
+    `position_Q`: int32, of the token that is drawn, where the limit is 0."""
 
     slot_Q: np.ndarray
     draft_Q: np.ndarray
     limit_Q: np.ndarray
     position_Q: np.ndarray
+    given_Q: np.ndarray | None = None
 
 
 def draw(
@@ -208,7 +214,7 @@ def draw(
       allowed_QW: uint32 [Q, ⌈V / 32⌉], the ids that each token may be, as `sample` takes them; None for all.
     """
     slot_Q = rows.slot_Q
-    token_Q, read_Q, is_read_Q = state.upcoming.rows(slot_Q, rows.draft_Q, rows.limit_Q)
+    token_Q, read_Q, is_read_Q = state.upcoming.rows(rows)
     is_run_Q = rows.limit_Q > 0
     position_Q = jnp.where(is_run_Q, read_Q + 1, rows.position_Q)
     # The counts stay whole on each device. Otherwise XLA would shard them like the logits, and gather them again.
@@ -233,10 +239,10 @@ def draw(
     if history_SL.shape[1]:
         history_SL = history_SL.at[slot_Q, position_Q].set(drawn.token, mode="drop")
         if len(slot_Q) < none:
-            draft_QK = look_up(history_SL[rows.slot_Q], length_S[rows.slot_Q], drafts)
+            draft_QK = look_up(history_SL[rows.slot_Q], length_S[rows.slot_Q], drafts, jnp)
             draft_SK = draft_SK.at[last_Q].set(draft_QK, mode="drop")
         else:
-            draft_SK = look_up(history_SL, length_S, drafts)
+            draft_SK = look_up(history_SL, length_S, drafts, jnp)
     counts_SV = constrain(count_drawn(counts_SV, slot_Q, drawn.token), "batch", None)
     upcoming = NextTokens(last_S, length_S, draft_SK)
     return SlotState(upcoming, history_SL, counts_SV, state.how), DrawResults(drawn, accepted_Q)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlm.inference.cache_memory import cache_size
 from jaxlm.inference.draft_model import Drafter, DraftModel
-from jaxlm.inference.generation import Chunk, Token
+from jaxlm.inference.generation import Chunk, DecodeRun, Token
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.programs import (
     EnginePrograms,
@@ -210,12 +210,12 @@ class Runner:
         shape, batch = begun.shape, begun.batch
         first_Q = np.arange(len(batch.row_Q)) // shape.decode * shape.rows  # rows before those of the draw's shard
         position_Q = batch.position_R[first_Q + batch.row_Q] + 1
-        rows = DrawRows(batch.slot_Q, batch.draft_Q, batch.limit_Q, position_Q)
+        rows = DrawRows(batch.slot_Q, batch.draft_Q, batch.limit_Q, position_Q, batch.given_Q)
         allowed_QW = self._masks(begun.plan, shape)
         masks = () if allowed_QW is None else (allowed_QW,)
         drawing = self._draw(shape.decode, is_masked=bool(masks))
         self._state, draws = drawing(self._state, begun.results.logits_QV, rows, self._valid_token_mask, *masks)
-        if self._drafter:
+        if self._drafter and not all(generation.matcher for generation in begun.plan.draws):
             self._state = self._drafter.propose(shape, self._state, batch)
         return PendingStep(begun, draws)
 
@@ -234,9 +234,12 @@ class Runner:
             return None
         allowed_QW = np.full((len(plan.shards) * shape.decode, -(-self.programs.model.vocab_size // 32)), _ALL_IDS)
         for index, shard in enumerate(plan.shards):
-            for generation, rows in shard.rows_of_draws():
+            for part, rows in shard.rows_of_draws():
+                generation, drafts = part.generation, part.tokens if isinstance(part, DecodeRun) else ()
                 if generation.matcher is not None and not generation.end:
-                    allowed_QW[index * shape.decode + rows.start] = generation.matcher.allowed_W
+                    allowed = generation.matcher.allowed_after(drafts)
+                    first = index * shape.decode + rows.start
+                    allowed_QW[first : first + len(allowed)] = allowed
         return allowed_QW
 
     def _set_slot(self, slot: tuple[int, int], how: SlotSampling) -> None:
@@ -275,7 +278,8 @@ class Runner:
         tokens, foreseen, hidden, scores = {}, set(), {}, {}
         for index, shard in enumerate(begun.plan.shards):
             first = index * begun.shape.decode
-            for generation, rows in shard.rows_of_draws():
+            for part, rows in shard.rows_of_draws():
+                generation = part.generation
                 accepted = [
                     row for row in range(first + rows.start, first + rows.stop) if draws.accepted_Q[row] != REFUSED
                 ]
@@ -315,6 +319,8 @@ class Runner:
         for i, run in enumerate(plan.decode):
             rows = slice(draws, draws + 1 + run.drafts)
             batch.slot_Q[rows], batch.draft_Q[rows] = plan.slots[i], range(1 + run.drafts)
+            if run.tokens:
+                batch.given_Q[rows.start + 1 : rows.stop] = run.tokens
             request = run.generation.request
             batch.limit_Q[rows], batch.length_R[rows] = run.limit, request.most_tokens
             if batch.adapter_R is not None:

@@ -44,16 +44,16 @@ class ShardPlan:
     @property
     def draws(self) -> list[Generation]:
         """The generations for which the step draws tokens."""
-        return [generation for generation, _ in self.rows_of_draws()]
+        return [part.generation for part, _ in self.rows_of_draws()]
 
-    def rows_of_draws(self) -> Iterator[tuple[Generation, range]]:
-        """Yield each generation for which the step draws tokens, and the indices of its draws."""
+    def rows_of_draws(self) -> Iterator[tuple[DecodeRun | Chunk, range]]:
+        """Yield each part for which the step draws tokens, and the indices of its draws."""
         row = 0
-        for generation, rows in [
-            *((run.generation, 1 + run.drafts) for run in self.decode),
-            *((chunk.generation, 1) for chunk in self.chunks if chunk.draws),
+        for part, rows in [
+            *((run, 1 + run.drafts) for run in self.decode),
+            *((chunk, 1) for chunk in self.chunks if chunk.draws),
         ]:
-            yield generation, range(row, row + rows)
+            yield part, range(row, row + rows)
             row += rows
 
     @property
@@ -102,6 +102,10 @@ class Scheduler:
     A generation that decodes reads its last token and a few drafts of the next ones, as many as are likely to be
     accepted (`Acceptance`). Its length is then known on the device before it is known here, where it has a least and a
     greatest value: it has pages for the greatest, or as many as there are without taking any from others.
+
+    A generation with a grammar has drafts from the host, which are made behind its last token. Where they are worth a
+    step it waits until its draw is read, while steps go on for the others; otherwise it decodes in each step, without
+    drafts.
 
     One thread calls it. A plan is dispatched before `plan`, `commit` or `finish` is called again; `submit` and `cancel`
     may come at any time. The draws of a step may be committed after the next step was planned: tokens are then
@@ -252,15 +256,19 @@ class Scheduler:
         for shard in self._shards:
             shard.tiles = self._tiles
         rows, is_open, worth = [_Rows() for _ in self._shards], True, self._least_worth()
-        under_way = itertools.chain.from_iterable(shard.admitted for shard in self._shards)
-        later = deque(sorted(under_way, key=_order))  # generations under way that this loop has yet to visit
+        under_way = sorted(itertools.chain.from_iterable(shard.admitted for shard in self._shards), key=_order)
+        waiting = self._waiting_for_draws(under_way, worth)
+        if waiting is None:
+            self._planned = ()
+            return None
+        later = deque(under_way)  # generations under way that this loop has yet to visit
         while later or (is_open and self._waiting):
             if is_open and self._waiting and not (later and _order(later[0]) < _order(self._waiting[0])):
                 is_open = self._admit(self._waiting[0], later)
                 continue
             generation = later.popleft()
             shard, start = self._shards[generation.shard], generation.computed
-            if generation.is_drawn or (generation.is_reading and not shard.tiles):
+            if generation.is_drawn or generation.id in waiting or (generation.is_reading and not shard.tiles):
                 continue
             if generation.is_reading:
                 count = min(len(generation.tokens) - start, shard.tiles * self._tile)
@@ -275,12 +283,19 @@ class Scheduler:
                     generation.is_reading = False
                     generation.pending.append(chunk)
             else:
-                drafts = 0 if generation.matcher else generation.acceptance.drafts(self._drafts, worth)
+                drafts, tokens = 0, ()
+                if generation.matcher is None:
+                    drafts = generation.acceptance.drafts(self._drafts, worth)
+                elif self._drafts:
+                    generation.drafts.expect(generation.matcher, generation.tokens, self._drafts)
+                    if not generation.pending:
+                        tokens = tuple(generation.drafts.worth(generation.acceptance, worth))
+                        drafts = len(tokens)
                 most = min(generation.reach + 1 + drafts, generation.request.most_tokens)
                 limit = self._extended(generation, start + 1, most, later)
                 if limit == start:
                     continue
-                run = DecodeRun(generation, drafts, limit)
+                run = DecodeRun(generation, drafts, limit, tokens)
                 rows[shard.index].decode.append(run)
                 generation.pending.append(run)
                 generation.decode(run)
@@ -303,10 +318,13 @@ class Scheduler:
             if generation.end:
                 continue
             run, ids = generation.pending.popleft(), drawn[generation.id]
-            if self._drafts and ids and isinstance(run, DecodeRun) and not generation.matcher:
+            if self._drafts and ids and isinstance(run, DecodeRun):
                 self.drafted += run.drafts
                 self.accepted += len(ids) - 1
-                right = len(ids) - 1 + (generation.id in foreseen)
+                if generation.matcher:
+                    right = generation.drafts.compare(ids)
+                else:
+                    right = len(ids) - 1 + (generation.id in foreseen)
                 generation.acceptance.update(right, wrong=right < min(len(ids), self._drafts))
             end, count = None, 0
             for token in ids:
@@ -333,6 +351,22 @@ class Scheduler:
             return 1.0
         decoding = ([each.acceptance for each in shard.admitted if not each.is_reading] for shard in self._shards)
         return self._worth.of(max(decoding, key=len), self._drafts)
+
+    def _waiting_for_draws(self, under_way: Sequence[Generation], worth: float) -> set[int] | None:
+        """Return the ids of the generations with a grammar that wait until a draw of theirs is read; None where all
+        wait for one of them, so that they share the next step."""
+        going_on = [each for each in under_way if not each.is_drawn]
+        if not any(each.matcher for each in going_on) or not self._drafts:
+            return set()
+        accepted = {
+            each.id: sum(each.acceptance.probabilities(each.acceptance.drafts(self._drafts, worth)))
+            for each in going_on
+            if each.matcher and not each.is_reading
+        }
+        if all(accepted.get(each.id) for each in going_on):
+            return None if any(each.pending for each in going_on) else set()
+        # A step is lost to one that waits, as others go on: it must gain a token by it.
+        return {each.id for each in going_on if each.pending and accepted.get(each.id, 0.0) >= 1.0}
 
     def _admit(self, generation: Generation, later: deque[Generation]) -> bool:
         """Let a generation begin, and be the first of `later`, if a shard has a slot and room for the tokens to read.

@@ -8,9 +8,7 @@ that it has without drafts, at any temperature, and penalties, biases and log-pr
 import jax
 import jax.numpy as jnp
 
-NO_DRAFT = -1
-
-_LONGEST = 3  # tokens at the end of a sequence that are looked up
+from jaxlm.inference.ngrams import NO_DRAFT
 
 
 def accepted(
@@ -50,29 +48,3 @@ def count_drafts(counts_QV: jax.Array, token_Q: jax.Array, draft_Q: jax.Array, d
         token = jnp.where(draft_Q > back, jnp.roll(token_Q, back), counts_QV.shape[1])
         counts_QV = counts_QV.at[rows_Q, token].add(2, mode="drop")
     return counts_QV
-
-
-def look_up(history_SL: jax.Array, length_S: jax.Array, drafts: int) -> jax.Array:
-    """Return the tokens that followed the last occurrence of a sequence's end in that sequence, int32 [S, drafts].
-
-    Of the last three tokens as many as occur are looked up (n-gram look-up: Saxena 2023, "Prompt lookup decoding"; Yang
-    et al. 2023, arXiv:2304.04487). What follows is continued with its period where it meets the end. `NO_DRAFT` where
-    the last token has not occurred before.
-
-    Args:
-      history_SL: int32, the tokens of each sequence.
-      length_S: int32, how many they are.
-    """
-    S, L = history_SL.shape
-    at_1L, end_S1 = jnp.arange(L)[None], length_S[:, None] - 1
-    is_equal_SL, common_SL = at_1L < end_S1, jnp.zeros((S, L), jnp.int32)
-    for back in range(_LONGEST):
-        token_S1 = jnp.take_along_axis(history_SL, jnp.clip(end_S1 - back, 0, L - 1), axis=1)
-        is_equal_SL &= (at_1L >= back) & (jnp.roll(history_SL, back, axis=1) == token_S1)
-        common_SL += is_equal_SL
-    # The latest of the longest.
-    best_S1 = jnp.argmax(jnp.where(common_SL > 0, common_SL * L + at_1L, -1), axis=1)[:, None]
-    is_found_S1 = jnp.take_along_axis(common_SL, best_S1, axis=1) > 0
-    next_SK = best_S1 + 1 + jnp.arange(drafts)[None] % jnp.maximum(end_S1 - best_S1, 1)
-    draft_SK = jnp.take_along_axis(history_SL, jnp.clip(next_SK, 0, L - 1), axis=1)
-    return jnp.where(is_found_S1, draft_SK, NO_DRAFT)

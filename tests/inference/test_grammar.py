@@ -18,9 +18,11 @@ from matrices import sampled
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference import grammar as grammars
+from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.grammar import Grammar, GrammarError, Grammars, json_rule
 from jaxlm.inference.requests import Request, Sampling
+from jaxlm.inference.settings import Speculation
 from jaxlm.models import tree
 from jaxlm.server.formats import StructuredOutputs
 
@@ -287,6 +289,59 @@ def test_a_text_draws_at_each_step_as_others_do(roomy):
     roomy.cancel(held)
     assert not [event for event in roomy.run()]
     assert not roomy.pages_held
+
+
+NAMED = {
+    "type": "object",
+    "properties": {
+        "the_first_of_the_long_names": {"type": "boolean"},
+        "the_second_of_the_long_names": {"type": "string", "maxLength": 9},
+        "the_third_of_the_long_names": {"enum": ["a choice of words", "another choice of words", 7]},
+    },
+    "required": ["the_first_of_the_long_names", "the_second_of_the_long_names", "the_third_of_the_long_names"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def drafting(make):
+    return make(speculation=Speculation("ngram", 4))
+
+
+def test_what_a_grammar_forces_is_drawn_in_fewer_steps(drafting, roomy, monkeypatch):
+    """And with what is looked up and drawn otherwise it is the same text, at every temperature."""
+    grammar = Grammar("json_schema", json.dumps(NAMED))
+    asked = [
+        Request([1, 2], 150, Sampling(temperature, logprobs=1), stream=stream, grammar=grammar)
+        for temperature in (0.0, 0.7, 1.5)
+        for stream in range(2)
+    ]
+    monkeypatch.setattr(DraftWorth, "of", lambda *_: 0.3)  # whatever the times of this machine
+    found, reads = {}, {}
+    for name, engine in (("plain", roomy), ("drafting", drafting)):
+        plans = []
+        begin = engine.runner.begin
+        monkeypatch.setattr(engine.runner, "begin", lambda plan, of=begin, plans=plans: plans.append(plan) or of(plan))
+        found[name], reads[name] = drawn(engine, asked), len(plans)
+    assert found["drafting"] == found["plain"]
+    assert {end for _, _, end in found["plain"]} == {"stop"}
+    assert reads["drafting"] < 0.5 * reads["plain"]
+    assert drafting.accepted > 0.8 * drafting.drafted
+
+
+def test_texts_without_a_grammar_do_not_wait_for_drafts_of_one(drafting, monkeypatch):
+    monkeypatch.setattr(DraftWorth, "of", lambda *_: 0.3)
+    free = drafting.submit(Request([1], 20))
+    held = [drafting.submit(regex("(abcdefgh[xyz]){9}", 200, stream=stream)) for stream in range(2)]
+    counts = dict.fromkeys((free, *held), 0)
+    for _ in range(21):
+        for event in drafting.step():
+            counts[event.id] += 1
+    assert counts[free] == 20, "a token in each step"
+    assert all(counts[id] > 25 for id in held), "more than one in each of the steps that they take part in"
+    for id in held:
+        drafting.cancel(id)
+    assert not [event for event in drafting.run()] and not drafting.pages_held
 
 
 def allows(tokenizer, grammar, text):

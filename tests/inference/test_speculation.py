@@ -15,7 +15,7 @@ from engine_fixtures import SMALL, check_pages
 
 from jaxlm import api
 from jaxlm.core.errors import InputError
-from jaxlm.inference import paged_cache, ragged_step, speculation
+from jaxlm.inference import ngrams, paged_cache, ragged_step, speculation
 from jaxlm.inference.acceptance import Acceptance, DraftWorth
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.engine import Engine
@@ -27,7 +27,15 @@ from jaxlm.models.views import RowRuns
 
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 OPENINGS = ["Once upon a time", 'Lily said, "I love', "The dog and the cat", "One day, Tom saw a big ball. The big"]
-NO = speculation.NO_DRAFT
+NO = ngrams.NO_DRAFT
+GRAMMARS = [
+    Grammar("regex", r"( [A-Za-z]{1,8}){3,30}\."),
+    Grammar(
+        "json_schema",
+        '{"type": "object", "properties": {"the name of the animal": {"type": "string"}, "is it happy": {"type": '
+        '"boolean"}}, "required": ["the name of the animal", "is it happy"], "additionalProperties": false}',
+    ),
+]
 
 
 def test_what_followed_the_last_occurrence_of_the_end_is_proposed():
@@ -42,8 +50,12 @@ def test_what_followed_the_last_occurrence_of_the_end_is_proposed():
     rows = np.zeros((len(histories), 16), np.int32)
     for row, (tokens, _) in zip(rows, histories, strict=True):
         row[: len(tokens)] = tokens
-    found = speculation.look_up(jnp.asarray(rows), jnp.asarray([len(tokens) for tokens, _ in histories]), 4)
-    assert found.tolist() == [drafts for _, drafts in histories]
+    lengths = np.array([len(tokens) for tokens, _ in histories])
+    on_host, on_device = (
+        ngrams.look_up(rows, lengths, 4),
+        ngrams.look_up(jnp.asarray(rows), jnp.asarray(lengths), 4, jnp),
+    )
+    assert on_host.tolist() == on_device.tolist() == [drafts for _, drafts in histories]
 
 
 def test_a_draft_is_accepted_where_it_is_drawn_after_accepted_ones():
@@ -128,7 +140,7 @@ def asked(model, count, seed=0, most=40):
             ),
             stream=i,
             min_tokens=int(draw.integers(0, 3)),
-            grammar=Grammar("regex", r"( [A-Za-z]{1,8}){3,30}\.") if i % 7 == 6 else None,
+            grammar=GRAMMARS[i % 7 - 5] if i % 7 >= 5 else None,
             hidden=True,
         )
         for i in range(count)
@@ -140,8 +152,9 @@ def served(engine, requests):
     ids = [engine.submit(request, seed=7) for request in requests]
     found, steps = {id: [] for id in ids}, 0
     while not engine.is_idle:
-        steps += 1
-        for event in engine.step():
+        events = engine.step()
+        steps += engine._ahead is not None
+        for event in events:
             assert event.error is None
             found[event.id].append((event.token, event.ended_by, event.end, event.hidden.tobytes()))
         check_pages(engine)

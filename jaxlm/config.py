@@ -308,6 +308,13 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
             f"{layout_choice.describe_axes(over)} = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
+    over = TRAIN.over("sequence")
+    if training.sequence % (parts := layout.over(over)):
+        fitting = math.ceil(training.sequence / parts) * parts
+        raise InputError(
+            f"{layout_choice.describe_axes(over)} = {parts} does not divide training.sequence = {training.sequence}: "
+            f"set training.sequence to {fitting}"
+        )
 
 
 def divides_heads(layout: Layout, model: ModelConfig) -> bool:

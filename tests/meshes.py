@@ -4,20 +4,26 @@ from collections.abc import Sequence
 
 import jax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.mesh import make_mesh
 
 
 def layout(*sizes: int, **named: int) -> Layout:
-    """Return the layout with these sizes of the outermost axes, or of named ones."""
-    return Layout(dict(zip(AXES[: len(sizes)], sizes, strict=True)), **named)
+    """Return the layout with these sizes of data, fsdp and tensor, or of named axes."""
+    return Layout(dict(zip(("data", "fsdp", "tensor"), sizes, strict=False)), **named)
 
 
 def make(*sizes: int, devices: Sequence | None = None, **named: int) -> Mesh:
     """Return a mesh of this `layout`, on these devices or the first of all."""
     return make_mesh(layout(*sizes, **named), devices)
+
+
+def abstract(*sizes: int, device: AbstractDevice | None = None, **named: int) -> AbstractMesh:
+    """Return the abstract mesh of this `layout`, of such devices."""
+    of = layout(*sizes, **named)
+    return AbstractMesh(tuple(of.values()), tuple(of), (AxisType.Auto,) * len(of), abstract_device=device)
 
 
 def have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

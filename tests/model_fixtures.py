@@ -242,11 +242,11 @@ def placed(model, mesh):
     return jax.device_put(parameters(model), tree.shardings(tree.abstract(model)[1], mesh))
 
 
-def first_gradients(model, mesh, microbatches: int = 1, rows: dict | None = None):
+def first_gradients(model, mesh, microbatches: int = 1, rows: dict | None = None, **changes):
     """Return the loss, other terms of layers, and all gradients of one step, through the step function itself: Adam's
-    first moment after one update is (1 − β₁) × the gradient, and nothing is clipped."""
+    first moment after one update is (1 − β₁) × the gradient, and nothing is clipped. `changes` are of `sections`."""
     adam = optimization(clip_norm=1e9, beta1=0.5)
-    (metrics,), state = run_steps(model, sections(microbatches=microbatches), [rows or batch()], mesh, adam)
+    (metrics,), state = run_steps(model, sections(microbatches=microbatches, **changes), [rows or batch()], mesh, adam)
     moments = state.optimizer[1][0].mu
     terms = {name: x for name, x in metrics.items() if name == "grad_norm" or name.endswith("loss")}
     return terms, jax.tree.map(lambda m: 2.0 * m, moments)

@@ -26,6 +26,8 @@ def layouts(work: Workload, devices: int) -> Iterator[Layout]:
 
     def fits(layout: Layout) -> bool:
         rows = layout.over(work.rules.over("batch"))
+        if layout.over((*work.rules.over("sequence"), *work.rules.over("experts"))) > 1:
+            return False
         if work.kind != "train":
             return all(divides_heads(layout, model) for model in work.models)
         return work.batch % rows == 0 and layout_choice.divides(layout, work.rules, sizes)

@@ -2,13 +2,14 @@
 
 Axes = tuple[str | None, ...]
 
-# The residual between blocks; the rows that a block reads with the whole sequence on each device; heads of queries, and
-# of keys and values, whose sequence has an axis of its own; hidden numbers; latents of the residual's tokens, and a key
-# that all heads share.
+# The residual between blocks; the rows that a block computes with; heads of their queries, keys and values; keys and
+# values as attention reads them, whose sequence has an axis of its own; hidden numbers; latents of the residual's
+# tokens, and a key that all heads share.
 RESIDUAL: Axes = ("batch", "residual", "act_embed")
 GATHERED: Axes = ("batch", "sequence", "act_embed")
 HEADS: Axes = ("batch", "sequence", "act_heads", "act_head_dim")
-KV_HEADS: Axes = ("batch", "key_sequence", "act_kv_heads", "act_head_dim")
+KV_HEADS: Axes = ("batch", "sequence", "act_kv_heads", "act_head_dim")
+KEYS: Axes = ("batch", "key_sequence", "act_kv_heads", "act_head_dim")
 HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")
 LATENT: Axes = ("batch", "residual", "act_latent")
 SHARED_KEY: Axes = ("batch", "sequence", None, "act_head_dim")

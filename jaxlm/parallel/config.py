@@ -54,6 +54,11 @@ _AXES: dict[str, tuple[int | str, str]] = {
         'Shards of parameters, optimizer state and batch. In training with mesh.data = 1, "all" are as many as divide '
         "the model: mesh.data takes the other devices.",
     ),
+    "expert": (
+        1,
+        "Shards of the experts of a mixture; elsewhere more shards of parameters, optimizer state and batch.",
+    ),
+    "context": (1, "Shards of each sequence."),
     "tensor": (1, "Shards of each layer."),
 }
 _FIELDS: dict[str, Any] = {

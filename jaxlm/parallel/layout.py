@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 # The axes of every mesh, outermost first: `tensor` has the heaviest traffic, and the nearest neighbours.
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+# Those that may reach over the slow network between slices, since they send least often, in their order.
+OVER_SLICES = ("data", "fsdp")
 
 
 class Layout(Mapping[str, int]):

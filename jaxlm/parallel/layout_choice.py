@@ -94,8 +94,9 @@ def _changes(one: Layout, other: Layout) -> str:
 
 def layouts(devices: int, rules: Rules, fits: Callable[[Layout], bool] = lambda _: True) -> Iterator[Layout]:
     """Yield the layouts of a number of devices that `fits`, the innermost axis growing last. Of mesh axes that shard
-    the same logical axes, which are one axis by two names, the first has all devices."""
-    duties = {axis: rules.duties(axis) for axis in Layout()}
+    the same logical axes, which are one axis by two names, the first has all devices; those that shard nothing have
+    one."""
+    duties = {axis: duty for axis in Layout() if (duty := rules.duties(axis))}
     named = {duty: axis for axis, duty in reversed(duties.items())}
     for layout in factorings(devices, [axis for axis, duty in duties.items() if named[duty] == axis]):
         if fits(layout):
@@ -135,6 +136,8 @@ def inference_layout(mesh: MeshSection, devices: int, rules: Rules, fits: Callab
     Raises InputError where the mesh does not divide the devices.
     """
     layout, sizes, rest = mesh.layout(devices), mesh.sizes(), _rest_of_batch(mesh, rules)
+    if idle := [axis for axis, size in layout.items() if size > 1 and not rules.duties(axis)]:
+        raise InputError(f"{describe_axes(idle)} = {layout.over(idle)} shards nothing in inference: set it to 1")
     if rest is None:
         return layout
     given = {axis: size for axis, size in layout.items() if axis != rest and sizes[axis] != 1}

@@ -11,23 +11,21 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.parallel.layout import Layout
-from jaxlm.parallel.rules import TRAIN
+from jaxlm.parallel.layout import OVER_SLICES, Layout
 
 
 def make_mesh(layout: Layout = Layout(), devices: Sequence | None = None) -> Mesh:
     """Return a mesh of the first devices, as many as the layout has, with the innermost axis nearest together.
 
-    Where the devices lie in several slices, each a fast network of its own, the axes of the batch, which send least
-    often, go over the slow network between them, in their order. Warns where an axis of the mesh shares links of the
+    Where the devices lie in several slices, each a fast network of its own, OVER_SLICES go over the slow network
+    between them, in their order. Warns where an axis of the mesh shares links of the
     torus with another.
 
-    Raises InputError where there are fewer devices than that, or where the axes of the batch do not divide over the
-    slices.
+    Raises InputError where there are fewer devices than that, or where OVER_SLICES do not divide over the slices.
     """
     devices = jax.devices() if devices is None else list(devices)
     if layout.size > len(devices):
-        raise InputError(f"a mesh of {_sizes(layout)} needs {layout.size} devices; {len(devices)} are here")
+        raise InputError(f"a mesh of {layout} needs {layout.size} devices; {len(devices)} are here")
     shape = tuple(layout.values())
     if layout.size < len(devices):  # in their order: a part of a topology need not be one
         return _mesh(np.array(devices[: layout.size]).reshape(shape))
@@ -41,14 +39,14 @@ def make_mesh(layout: Layout = Layout(), devices: Sequence | None = None) -> Mes
     try:
         return _mesh(arrange())
     except NotImplementedError:
-        warnings.warn(f"in a mesh of {_sizes(layout)} axes share links of this topology", stacklevel=2)
+        warnings.warn(f"in a mesh of {layout} axes share links of this topology", stacklevel=2)
         return _mesh(arrange(allow_split_physical_axes=True))
 
 
 def _over_slices(layout: Layout, slices: int) -> Layout:
     """Return how the slices are shared among the axes that may go over the network between them."""
     left, outer = slices, {}
-    for axis in TRAIN.over("batch"):
+    for axis in OVER_SLICES:
         outer[axis] = math.gcd(layout[axis], left)
         left //= outer[axis]
     if left > 1:
@@ -58,10 +56,6 @@ def _over_slices(layout: Layout, slices: int) -> Layout:
             "between slices carries these axes alone"
         )
     return Layout(outer)
-
-
-def _sizes(layout: Layout) -> str:
-    return " × ".join(map(str, layout.values()))
 
 
 def _mesh(devices: np.ndarray) -> Mesh:

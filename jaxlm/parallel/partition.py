@@ -42,8 +42,8 @@ def partition(
     sizes = _sizes_left(mesh)
 
     def entry(over: tuple[str, ...]) -> tuple[str, ...] | str | None:
-        auto = tuple(axis for axis in over if axis not in getattr(mesh, "manual_axes", ()))
-        return None if not auto else auto[0] if len(auto) == 1 else auto
+        several = tuple(axis for axis in over if sizes[axis] > 1)
+        return None if not several else several[0] if len(several) == 1 else several
 
     return PartitionSpec(*map(entry, (rules or rules_around()).placed(axes, shape, sizes, exact=True)))
 

@@ -108,9 +108,10 @@ class Rules:
 
     @cached_property
     def summed_each_microbatch(self) -> tuple[str, ...]:
-        """The mesh axes over which gradients are summed in each microbatch: those of the batch that shard parameters
-        too. Of a parameter on such an axis each device keeps its part of the sum."""
-        return _without(self.over("batch"), self.replicas)
+        """The mesh axes over which gradients are summed in each microbatch: those of tokens, except replicas. Of a
+        parameter on such an axis each device keeps its part of the sum."""
+        of_tokens = dict.fromkeys((*self.over("batch"), *self.over("sequence")))
+        return _without(of_tokens, self.replicas)
 
     @cached_property
     def batch_alone(self) -> tuple[str, ...]:
@@ -159,22 +160,25 @@ TRAIN = _rules(
         "layers": (),
         "vocab": ("tensor",),
         "positions": (),
-        "embed": ("fsdp",),
+        "embed": ("fsdp", "expert", "context"),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),
         "head_dim": (),
         "feed_forward": ("tensor",),
-        "experts": (),  # of a mixture: each device has a part of every expert
+        "experts": ("expert",),  # of a mixture
         "routes": (),  # numbers of the router, one for each expert
         "shared_gate": (),
         "latent": (),  # the projection of the residual that experts read
         "lora": (),  # between the two matrices of an adapter
         "channels": (),  # vectors as wide as the model: too small to be worth gathering
         # activations
-        "batch": ("data", "fsdp"),
-        "sequence": (),
+        "batch": ("data", "fsdp", "expert"),
+        "sequence": ("context",),
         "key_sequence": (),  # of keys and values
-        "residual": ("tensor",),  # the sequence between attention and feed-forward (arXiv:2205.05198, section 4.2.2)
+        "residual": (
+            "context",
+            "tensor",
+        ),  # the sequence between attention and feed-forward (arXiv:2205.05198, section 4.2.2)
         "act_embed": (),
         "act_heads": ("tensor",),
         "act_kv_heads": ("tensor",),
@@ -193,6 +197,15 @@ TRAIN = _rules(
 FORWARD = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
 # Weights stay where they are: a step of the engine would gather all of them for a few tokens. The axes of a batch shard
 # its sequences, each with its rows, its pages and its draws.
-ENGINE = _rules({**FORWARD.mesh_axes, "embed": (), "draws": TRAIN.over("batch")}, FORWARD.may_stay_whole | {"draws"})
+ENGINE = _rules(
+    {
+        **FORWARD.mesh_axes,
+        "embed": (),
+        "sequence": (),
+        "residual": _without(TRAIN.over("residual"), TRAIN.over("sequence")),
+        "draws": TRAIN.over("batch"),
+    },
+    FORWARD.may_stay_whole | {"draws"},
+)
 
 RULES: Mapping[Kind, Rules] = MappingProxyType({"train": TRAIN, "prefill": ENGINE, "decode": ENGINE})

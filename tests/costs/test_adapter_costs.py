@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import meshes
 import model_fixtures
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice
 from markers import ELSEWHERE
 from matrices import sampled
 from workload_fixtures import workload
@@ -25,7 +25,7 @@ from jaxlm.lowering import collectives, hlo, report
 from jaxlm.lowering.programs import step_programs
 from jaxlm.lowering.targets import devices as devices_of
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.layout import Layout
 from jaxlm.training.step import TrainStep
 
 CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
@@ -92,7 +92,7 @@ def _check_counts(settings, targets, remat, platform, **execution):
     batch = dict.fromkeys(
         ("tokens", "targets", "segments", "positions"), jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     )
-    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[platform])
+    mesh = meshes.abstract(device=CHIPS[platform])
     with jax.sharding.use_abstract_mesh(mesh):
         state = jax.eval_shape(steps.init)
         found = count(steps.train, state, batch)

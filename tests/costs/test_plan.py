@@ -16,7 +16,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice
 from matrices import sampled
 from workload_fixtures import changed, sections_of, workload
 
@@ -39,7 +39,7 @@ from jaxlm.costs.stack import Stack
 from jaxlm.costs.stack_memory import least_memory, stack_memory
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering.fit import fit
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.layout import Layout
 from jaxlm.training.step import TrainStep
 from kernels_pallas.grouped_matmul import xla
 from kernels_pallas.grouped_matmul.visits import most_tiles
@@ -138,7 +138,7 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
     ]
     experiment = config.load(CONFIGS / f"models/{name}.toml", settings)
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}[chip[0]])
-    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    mesh = meshes.abstract(device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         cost = counted(experiment)
     ops = operations.step(Workload.of(experiment).on(of_kind(chip)))
@@ -403,7 +403,7 @@ def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, 
 
 def test_parameters_on_a_device_are_those_that_the_sharding_gives():
     model = model_fixtures.model()
-    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    mesh = meshes.abstract(2, 2, 2)
     from jaxlm.parallel.partition import partition
 
     work = workload("train", model, 16, 32, layout=meshes.layout(2, 2, 2), kernels="xla")

@@ -11,19 +11,22 @@ from jaxlm.parallel.layout import AXES
 
 ROOT = Path(jaxlm.__file__).parent
 PACKAGES = ("costs", "training", "models", "inference", "lowering")
-# What else is called so: the time that a run waits for its data, and the degree of sharding of a published run.
-OTHERS = {("training/goodput.py", "data"), ("costs/published/runs.py", "fsdp")}
+# What else is called so: the time that a run waits for its data, the degree of sharding of a published run, and what is
+# before a continuation.
+OTHERS = {("training/goodput.py", "data"), ("costs/published/runs.py", "fsdp"), ("inference/scoring.py", "context")}
+# Sections, methods and settings that have an axis's name: the data of an experiment, the most tokens of a sequence.
+NAMES = {"data", "context"}
 
 
 def named(file: Path) -> Iterator[str]:
     """Yield the mesh axes that a file names by a string, a keyword or an attribute."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         match node:
-            case ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
+            case ast.Constant(value=str(name)):
                 if name in AXES:
                     yield name
-            case ast.Attribute(attr=name):
-                if name in AXES and name != "data":  # a section of an experiment, a method of arrays
+            case ast.keyword(arg=str(name)) | ast.Attribute(attr=name):
+                if name in AXES and name not in NAMES:
                     yield name
 
 

@@ -1,6 +1,7 @@
 """The same losses and gradients on every mesh, and the collectives that each may contain."""
 
 import functools
+import math
 import re
 from dataclasses import dataclass
 
@@ -17,33 +18,42 @@ from matrices import sampled
 from jaxlm.parallel import mesh as mesh_module
 from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.layout import AXES
+from jaxlm.parallel.layout_choice import factorings
+from jaxlm.parallel.mesh import make_mesh
 from jaxlm.parallel.partition import constrain, partition
+from jaxlm.parallel.rules import TRAIN
 from jaxlm.training.step import TrainStep
 
+LAYOUTS = list(factorings(8, AXES))
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
+FAMILIES = {**model_fixtures.FAMILIES, "mixture": model_fixtures.MIXTURE}
 
 
 @functools.cache
 def on_one_device(family):
-    return model_fixtures.first_gradients(model_fixtures.model(model_fixtures.FAMILIES[family]), meshes.make())
+    return model_fixtures.first_gradients(model_fixtures.model(FAMILIES[family]), meshes.make())
 
 
-def test_there_are_ten_ways_to_factor_eight():
+def test_all_ways_to_factor_eight_are_there():
+    assert len(set(LAYOUTS)) == len(LAYOUTS) == math.comb(3 + len(AXES) - 1, 3)
     assert len(MESHES) == 10
 
 
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "remat": "full"}], ids=["whole", "microbatches"])
 @pytest.mark.parametrize(
-    "family, mesh",
+    "family, layout",
     sampled(
-        [pytest.param(family, mesh) for family in ("llama", "gpt2", "latent") for mesh in MESHES],
-        ["gpt2-(2, 2, 2)"],
+        [pytest.param(family, layout) for family in ("llama", "gpt2", "latent", "mixture") for layout in LAYOUTS],
+        ["gpt2-data 2 × fsdp 2 × tensor 2", "llama-fsdp 2 × context 2 × tensor 2", "mixture-expert 4 × context 2"],
     ),
     ids=str,
 )
-def test_losses_and_gradients_are_those_of_one_device(family, mesh):
+def test_losses_and_gradients_are_those_of_one_device(family, layout, options):
+    """Rows hold several documents; one device computes the whole batch and keeps all activations."""
     expected_loss, expected = on_one_device(family)
+    options = {**options, "microbatches": min(options.get("microbatches", 1), 8 // layout.over(TRAIN.over("batch")))}
     loss, gradients = model_fixtures.first_gradients(
-        model_fixtures.model(model_fixtures.FAMILIES[family]), meshes.make(*mesh)
+        model_fixtures.model(FAMILIES[family]), make_mesh(layout), **options
     )
     # The tolerances of DESIGN: sums are added in another order, in float32.
     model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
@@ -171,7 +181,7 @@ def test_each_device_keeps_its_part_of_the_stream_between_layers():
 
 def test_a_sequence_that_does_not_divide_stays_whole():
     mesh = meshes.make(tensor=4)
-    assert partition(("batch", "residual", "act_embed"), (8, 1, 32), mesh) == P(("data", "fsdp"), None, None)
+    assert partition(("batch", "residual", "act_embed"), (8, 1, 32), mesh) == P(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,8 @@ def test_the_slow_network_between_slices_carries_data_then_fsdp(monkeypatch, mes
     monkeypatch.setattr(mesh_module, "_mesh", arranged.append)
     mixed = [Device(id=i, slice_index=i % 2) for i in range(8)]
     meshes.make(*mesh, devices=mixed)
-    assert np.vectorize(lambda device: device.slice_index, otypes=[int])(arranged[0]).tolist() == slices
+    (devices,) = arranged
+    assert np.vectorize(lambda device: device.slice_index, otypes=[int])(devices).reshape(mesh).tolist() == slices
 
 
 def test_tensor_does_not_reach_over_slices():
@@ -210,8 +221,8 @@ def test_tensor_does_not_reach_over_slices():
 
 def test_uneven_kv_heads_are_replicated():
     mesh = meshes.make(tensor=8)
-    assert partition(("embed", "kv_heads", "head_dim"), (32, 4, 4), mesh) == P("fsdp", None, None)
-    assert partition(("embed", "kv_heads", "head_dim"), (32, 8, 4), mesh) == P("fsdp", "tensor", None)
+    assert partition(("embed", "kv_heads", "head_dim"), (32, 4, 4), mesh) == P(None, None, None)
+    assert partition(("embed", "kv_heads", "head_dim"), (32, 8, 4), mesh) == P(None, "tensor", None)
 
 
 def test_other_uneven_dimensions_are_refused():
@@ -247,7 +258,7 @@ def test_bfloat16_on_a_mesh_with_microbatches_is_one_device_s_to_its_precision()
     ("names", "kind"), [(("x",), AxisType.Auto), (AXES, AxisType.Explicit)], ids=["names", "explicit"]
 )
 def test_a_mesh_of_another_make_is_refused_in_words(names, kind):
-    mesh = jax.make_mesh((2,) * len(names), names, axis_types=(kind,) * len(names))
+    mesh = jax.make_mesh((2, *(1,) * (len(names) - 1)), names, axis_types=(kind,) * len(names))
     with (
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match="that jaxlm.parallel.mesh.make_mesh makes.* has the axes"),

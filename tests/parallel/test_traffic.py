@@ -225,5 +225,5 @@ def test_two_slices_of_a_tpu_are_joined_by_data():
 @elsewhere
 @pytest.mark.slow
 def test_an_axis_that_shares_links_of_the_torus_is_said():
-    with pytest.warns(UserWarning, match="a mesh of 1 × 8 × 8 axes share links"):
+    with pytest.warns(UserWarning, match="a mesh of fsdp 8 × tensor 8 axes share links"):
         meshes.make(1, 8, 8, devices=targets.devices(Target.parse("tpu-v5p:4x4x4")))

@@ -43,7 +43,7 @@ def collectives(work: Workload) -> list[Collective]:
     if work.kind != "train" and work.engine_steps is None:
         return [each for restricted in work.by_step_shape() for each in collectives(restricted)]
     device = device_step(work)
-    placed = [*_parameters(device), *_residual(device), *_statistics(device)]
+    placed = [*_parameters(device), *_residual(device), *_operands(device), *_statistics(device)]
     if work.kind != "train":
         placed += _draws(work)
     else:
@@ -256,6 +256,20 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
             counts["all-gather", over, whole, "residual", False] += times * trains
     for (kind, axes, size, of, hidden), times in counts.items():
         yield Collective(kind, axes, times, size, of, "backward" if hidden else None)
+
+
+def _operands(device: DeviceStep) -> Iterator[Collective]:
+    """Yield the gathering of operands that doors declare, and the scattering of their gradients."""
+    work, again = device.work, run_again(device)
+    for use in device.recording.uses:
+        for each in device.cost(use).gathers:
+            i = each.operand
+            before = together(work.placed(each.axes, use.shapes[i], use.num_query_heads))
+            over = tuple(axis for axis in before if axis not in together(device.placed(use, i)))
+            operand, times = device.local(use).operands[i], work.passes * use.times
+            reruns = use.layer is not None and not again.isdisjoint(use.results)
+            yield Collective("all-gather", over, times * (1 + reruns), operand.bytes, "keys")
+            yield Collective("reduce-scatter", over, times * operand.is_trained, operand.bytes, "keys")
 
 
 def _statistics(device: DeviceStep) -> Iterator[Collective]:

@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -12,6 +13,7 @@ from jaxlm.models import kernels
 from jaxlm.models.doors.cost import (
     DoorCost,
     DoorProduct,
+    Gathered,
     Local,
     Loop,
     Product,
@@ -23,10 +25,10 @@ from jaxlm.models.doors.cost import (
 )
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.paged_attention import paged_attention, visible_fraction
-from jaxlm.models.logical_axes import HEADS, KV_HEADS
+from jaxlm.models.logical_axes import HEADS, KEYS, KV_HEADS
 from jaxlm.models.masks import OneDocumentMask
 from jaxlm.models.views import CacheView, PagedView
-from jaxlm.parallel.partition import constrain
+from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas import flash_attention
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCosts
@@ -48,11 +50,17 @@ def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Arra
 
 def _operands(query_BTNH: jax.Array, view: CacheView, sinks: nnx.Param | None) -> list[tuple[jax.Array | None, Any]]:
     assert view.key_range is not None, "the cache is updated before attention reads it"
-    arrays = (query_BTNH, HEADS), (view.arrays["key"], KV_HEADS), (view.arrays["value"], KV_HEADS)
+    arrays = (query_BTNH, HEADS), (view.arrays["key"], KEYS), (view.arrays["value"], KEYS)
     arrays = *arrays, (None if sinks is None else sinks[...], HEADS[2:3])
-    if isinstance(view.key_range, OneDocumentMask):
+    if _knows_mask(view):
         return list(arrays)
-    return [*arrays, *((x_BT, HEADS[:2]) for x_BT in view.key_range)]
+    start_BT, end_BT = jnp.asarray(view.key_range.start), jnp.asarray(view.key_range.end)
+    return [*arrays, (start_BT, HEADS[:2]), (end_BT, HEADS[:2])]
+
+
+def _knows_mask(view: CacheView) -> bool:
+    """Return whether the mask of the queries on one device is known while tracing."""
+    return isinstance(view.key_range, OneDocumentMask) and not is_sharded("sequence")
 
 
 def _signature(
@@ -97,13 +105,14 @@ def _declare(local: Local) -> DoorCost:
     trained = [operand.is_trained for operand in local.operands[:3]]
     wanted = Gradients(trained[0], trained[1] or trained[2])
     kernel = _kernel(use, sizes, wanted) if local.kernels else None
-    return _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
+    cost = _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
+    return cost._replace(gathers=(Gathered(1, KV_HEADS), Gathered(2, KV_HEADS)))
 
 
 def _parts(local: Local, sizes: _Sizes) -> list[tuple[int, int]]:
     """Return queries and keys of each sequence between which XLA computes scores, part by part: on a CPU causal
     attention is computed in chunks (`kernels_pallas.flash_attention.causal_chunks`)."""
-    if local.platform == "cpu" and local.options["is_causal"]:
+    if local.platform == "cpu" and local.options["is_causal"] and sizes.T == sizes.S:
         return [(end - first, end) for first, end in causal_chunks.bounds(sizes.T)]
     return [(sizes.T, sizes.S)]
 
@@ -262,12 +271,14 @@ def _attention(
 ) -> jax.Array:
     """Return attention over whole slots (`kernels_pallas.flash_attention`)."""
 
-    known = view.key_range if isinstance(view.key_range, OneDocumentMask) else None
+    known = view.key_range if _knows_mask(view) else None
+    # On a device that has a part of the queries, keys before its own are seen too.
+    is_causal = view.is_causal and not is_sharded("sequence")
 
     def operation(query: Any, key: Any, value: Any, sinks: Any, *traced: Any, **options: Any) -> Any:
         key_range = traced if known is None else (known.start, known.end)
         return flash_attention(query, key, value, key_range=key_range, sinks=sinks, **options)
 
-    options = {"is_causal": view.is_causal, "scale": scale, "soft_cap": soft_cap}
+    options = {"is_causal": is_causal, "scale": scale, "soft_cap": soft_cap}
     options["deterministic"] = kernels.deterministic()
     return kernels.run(operation, *_operands(query_BTNH, view, sinks), **options)

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models.logical_axes import Axes
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.paged_attention.costs import SectionReads
 
@@ -304,6 +305,13 @@ class Statistics(NamedTuple):
     every_pass: bool = False
 
 
+class Gathered(NamedTuple):
+    """An operand that a door gathers: before, its dimensions lie by these logical axes."""
+
+    operand: int
+    axes: Axes
+
+
 class InPlace(NamedTuple):
     """The directions in which a result takes the place of what the door reads."""
 
@@ -326,6 +334,7 @@ class DoorCost(NamedTuple):
         them.
       statistics: sums over devices that do not follow from axes.
       relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
+      gathers: operands that are sharded more before the door than in it; their gradients are scattered again.
       sums_gradients: the gradient of the first operand is summed over devices whole, and not scattered.
       counts_all_steps: `times` of products and passes cover all the engine's steps of one shape; other doors' `times`
         are of one step.
@@ -342,6 +351,7 @@ class DoorCost(NamedTuple):
     contracted: tuple[int, range] | None = None
     statistics: tuple[Statistics, ...] = ()
     relays: bool = False
+    gathers: tuple[Gathered, ...] = ()
     sums_gradients: bool = False
     counts_all_steps: bool = False
 

@@ -8,10 +8,10 @@ import sys
 import engine_jaxprs
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import pytest
 import random_configurations
-from jax.sharding import AbstractMesh, AxisType
 from matrices import sampled
 from workload_fixtures import sections_of
 
@@ -23,7 +23,7 @@ from jaxlm.costs.jaxpr.count import JaxprCost, count
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering import report, targets
 from jaxlm.models import kernels, tree
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.mesh import make_mesh
 from jaxlm.training.optimizer import optimizer
 from jaxlm.training.step import TrainStep
@@ -37,7 +37,7 @@ def read(work: Workload) -> list[JaxprCost]:
     """Return the cost of the jaxpr of a training step on one device, or of each step of an engine."""
     if work.kind != "train":
         return engine_jaxprs.costs(work)
-    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=engine_jaxprs.CHIPS[work.platform])
+    mesh = meshes.abstract(device=engine_jaxprs.CHIPS[work.platform])
     with jax.sharding.use_abstract_mesh(mesh), kernels.using_kernels(work.execution.kernels):
         steps = TrainStep(work.model, *sections_of(work), work.optimizer)
         ids = jax.ShapeDtypeStruct((work.batch, work.sequence), jnp.int32)

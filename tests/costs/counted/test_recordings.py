@@ -10,7 +10,7 @@ import meshes
 import model_fixtures
 import pytest
 from jax.extend.core import Var
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice
 from matrices import sampled
 from workload_fixtures import workload
 
@@ -27,7 +27,7 @@ from jaxlm.models.doors import linear
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.rows import Auxiliary
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.layout import Layout
 from jaxlm.training.step import TrainStep
 
 NAMES = ("query", "key", "value", "attention", "up", "gate")
@@ -59,7 +59,7 @@ def assert_counted(model, remat, patterns, platform):
     steps = TrainStep(model, *sections, model_fixtures.optimization(groups=groups))
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
-    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[platform])
+    mesh = meshes.abstract(device=CHIPS[platform])
     with jax.sharding.use_abstract_mesh(mesh):
         read = count(steps.train, jax.eval_shape(steps.init), batch)
     changes = {"remat": remat, "frozen": patterns, "kernels": "auto", "platform": platform}

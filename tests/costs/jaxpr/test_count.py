@@ -399,7 +399,7 @@ def test_no_backend_is_asked():
     code = """
 import jax
 from model_fixtures import model, optimization, sections
-from jax.sharding import AbstractMesh, AxisType
+import meshes
 from jaxlm.costs.counted.drawing import draw_work
 from jaxlm.costs.jaxpr.count import count, count_jaxpr
 from jaxlm.training.step import TrainStep
@@ -407,7 +407,7 @@ steps = TrainStep(model(), *sections(microbatches=2, batch=4096), optimization()
 batch = {k: jax.ShapeDtypeStruct((4096, 32), "int32") for k in ("tokens", "targets", "segments", "positions")}
 state = jax.eval_shape(steps.init)
 alone = count(steps.train, state, batch)
-with jax.sharding.use_abstract_mesh(AbstractMesh((1024, 2, 4), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)):
+with jax.sharding.use_abstract_mesh(meshes.abstract(1024, 2, 4)):
     spread = count(steps.train, state, batch)
 assert alone.matmul_flops == spread.matmul_flops
 assert [(sent.kind, sent.axes) for sent in spread.collectives] == [("all-reduce", ("data",))]

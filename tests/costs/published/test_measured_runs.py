@@ -20,6 +20,7 @@ from jaxlm.costs.published.cases import (
 )
 from jaxlm.costs.published.figures import Range, megatron_flops
 from jaxlm.costs.published.runs import MeasuredRun, NotExpressed, express, read_runs, rule_of, rules
+from jaxlm.parallel.layout import Layout
 
 RUNS = read_runs()
 
@@ -80,7 +81,7 @@ def test_more_than_two_hundred_runs_are_expressed_and_the_others_say_why_not():
 
 def test_sharded_replicas_are_data_times_fsdp():
     hsdp = expressed("fms-fsdp/a_llama2-7b_a100-sxm4-80g_128_HSDP_none_bs2")
-    assert dict(hsdp.work.layout) == {"data": 16, "fsdp": 8, "tensor": 1}
+    assert hsdp.work.layout == Layout(data=16, fsdp=8)
     assert hsdp.target.chip.scale_out_bytes_per_s == 6.25e9
 
 
@@ -94,7 +95,7 @@ def test_devices_are_those_of_a_chip():
 def test_slices_are_joined_over_the_network():
     run = expressed("maxtext-v5e/128b_4x_v5e-256")
     assert (run.target.slices, run.target.chips, run.work.batch) == (4, 1024, 1024)
-    assert dict(run.work.layout) == {"data": 4, "fsdp": 16, "tensor": 16}
+    assert run.work.layout == Layout(data=4, fsdp=16, tensor=16)
     assert run.work.remat == ("query", "key", "value")
 
 

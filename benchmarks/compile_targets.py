@@ -2,9 +2,9 @@
 
     python benchmarks/compile_targets.py [NAME …]
 
-Runs `jaxlm compile` for each case in a separate process, and writes results/<this machine>/compile_targets.json after
-each. With names, only cases that start with one of them run, and the other rows stay; the compilers must be those that
-the file was recorded with.
+Runs `jaxlm compile` for each case in a separate process, and writes results/<this machine>/compile_targets.json, or
+compile_targets-mixtures.json for models with experts, after each. With names, only cases that start with one of them
+run, and the other rows stay; the compilers must be those that the file was recorded with.
 """
 
 import argparse
@@ -18,10 +18,9 @@ from pathlib import Path
 
 import results
 
-FILE = results.FOLDER / results.cpu() / "compile_targets.json"
 MODELS = Path(__file__).parents[1] / "configs/models"
 USUAL_SETTINGS = ["training.sequence=4096", "execution.remat=full"]
-CASES = {
+LLAMA = {
     **{
         f"llama3.1-8b on {chips}": ["llama3.1-8b.toml", "--on", chips, *USUAL_SETTINGS]
         for chips in (
@@ -38,6 +37,15 @@ CASES = {
     "llama3.1-8b on tpu-v7x:4x4x4, quick": ["llama3.1-8b.toml", "--on", "tpu-v7x:4x4x4", "--quick", *USUAL_SETTINGS],
     "llama3.1-405b on tpu-v5p:8x8x8": ["llama3.1-405b.toml", "--on", "tpu-v5p:8x8x8", *USUAL_SETTINGS],
 }
+DECODING = ["--workload", "decode"]  # of 64 sequences of 8,192 tokens
+MIXTURES = {
+    "deepseek-v3 decoding on h200-sxm:16": ["deepseek-v3.toml", "--on", "h200-sxm:16", *DECODING],
+    "gpt-oss-20b decoding on h200-sxm:8": ["gpt-oss-20b.toml", "--on", "h200-sxm:8", *DECODING],
+    "gpt-oss-20b decoding on tpu-v5p:4x4x4": ["gpt-oss-20b.toml", "--on", "tpu-v5p:4x4x4", *DECODING],
+    "gpt-oss-20b on h200-sxm:8": ["gpt-oss-20b.toml", "--on", "h200-sxm:8", *USUAL_SETTINGS],
+    "gpt-oss-20b on tpu-v5p:4x4x4": ["gpt-oss-20b.toml", "--on", "tpu-v5p:4x4x4", *USUAL_SETTINGS],
+}
+FILES = {"compile_targets": LLAMA, "compile_targets-mixtures": MIXTURES}  # by the name of the results file
 
 
 def run(arguments: list[str]) -> dict:
@@ -64,19 +72,21 @@ def run(arguments: list[str]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    known = [name for cases in FILES.values() for name in cases]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"the beginning of one of: {'; '.join(CASES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"the beginning of one of: {'; '.join(known)}")
     names = parser.parse_args(arguments).names
-    if missed := [given for given in names if not any(name.startswith(given) for name in CASES)]:
-        parser.error(f"no case begins with {missed[0]!r}; there are {'; '.join(CASES)}")
-    rows = results.compiled_earlier(FILE, "rows") if names else {}
-    for name, arguments in CASES.items():
-        if not names or any(name.startswith(given) for given in names):
-            rows[name] = run(arguments)
-            print(
-                name, json.dumps({key: rows[name].get(key) for key in ("exit_status", "seconds", "fits")}), flush=True
-            )
-            results.write("compile_targets", results.cpu(), {"arguments": CASES, "rows": rows})
+    if missed := [given for given in names if not any(name.startswith(given) for name in known)]:
+        parser.error(f"no case begins with {missed[0]!r}; there are {'; '.join(known)}")
+    for file, cases in FILES.items():
+        chosen = [name for name in cases if not names or name.startswith(tuple(names))]
+        if not chosen:
+            continue
+        rows = results.compiled_earlier(results.file_of(file, results.cpu()), "rows") if names else {}
+        for name in chosen:
+            rows[name] = row = run(cases[name])
+            print(name, json.dumps({key: row.get(key) for key in ("exit_status", "seconds", "fits")}), flush=True)
+            results.write(file, results.cpu(), {"arguments": cases, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -66,6 +66,16 @@ def test_nothing_is_compiled_for_help_or_a_name_that_no_case_has(argument, statu
     assert ended.value.code == status and message in " ".join("".join(capsys.readouterr()).split())
 
 
+def test_steps_of_mixtures_compile_in_ten_minutes_on_two_cores():
+    """As recorded."""
+    import compile_targets
+
+    for file in (BENCHMARKS / "results").glob("*/compile_targets-mixtures.json"):
+        rows = json.loads(file.read_text())["rows"]
+        assert rows.keys() == compile_targets.MIXTURES.keys()
+        assert all(row["exit_status"] == 0 and row["fits"] and row["seconds"] < 600 for row in rows.values())
+
+
 def to_pytorch(model, parameters) -> dict:
     """Return jaxlm's parameters under the names and in the layouts of the PyTorch model."""
     names = {"embedding": "tokens", "positions": "positions", "unembedding": "unembedding"}

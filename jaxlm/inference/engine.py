@@ -285,7 +285,7 @@ class Engine:
         self._note_time(done, is_followed=begun is not None)
         with self._lock:
             for chunk in done.begun.plan.chunks:
-                if chunk.is_scored and not chunk.generation.end:
+                if chunk.scored and not chunk.generation.end:
                     events.append(Event(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
             events += self._committed(done.begun.plan, reading)
         if begun is not None and is_late:

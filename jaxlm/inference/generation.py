@@ -49,6 +49,7 @@ class Generation:
       pending: what draws tokens, is dispatched and is not read back, in order.
       acceptance: of its drafts so far.
       drafts: with a grammar, the tokens that the host expects.
+      scored: the prompt's tokens before this index are scored, as far as scores are asked for, in dispatched steps.
       cached: prompt tokens that were found when it first began.
       preemptions: times that its pages went to another, to be computed again.
       end: None while it lives.
@@ -71,6 +72,7 @@ class Generation:
     pending: "deque[Chunk | DecodeRun]" = field(default_factory=deque, repr=False)
     acceptance: Acceptance = field(default_factory=Acceptance, repr=False)
     drafts: HostDrafts = field(default_factory=HostDrafts, repr=False)
+    scored: int = 0
     cached: int = 0
     preemptions: int = 0
     end: EndReason | None = None
@@ -116,11 +118,17 @@ class Generation:
         return "length" if is_last else None
 
     @property
+    def unscored(self) -> range:
+        """The indices of the prompt's tokens after which log-probabilities are asked for that no dispatched step gives:
+        each is given once, also where the generation is read again."""
+        first, count = self.request.scores_from, self.prompt - (self.request.following is None)
+        return range(0) if first is None else range(max(first, self.scored), count)
+
+    @property
     def shareable(self) -> list[int]:
-        """The tokens that need not be read if another generation has read them: up to the first after which a
-        log-probability is asked for."""
-        scored = self.request.scores_from
-        return self.tokens if scored is None else self.tokens[: scored + 1]
+        """The tokens that need not be read if another generation has read them: up to the first one that is to be
+        scored."""
+        return self.tokens[: self.unscored.start + 1] if self.unscored else self.tokens
 
     def decode(self, run: "DecodeRun") -> None:
         """Count a run that is dispatched: it reads a token at least, if it begins below its limit."""
@@ -151,15 +159,11 @@ class DecodeRun:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a generation, to be read. `draws`: whether they are its last, so the next is drawn."""
+    """Tokens [start, stop) of a generation, to be read. `draws`: whether they are its last, so the next is drawn.
+    `scored`: the indices of those after which the step gives log-probabilities."""
 
     generation: Generation
     start: int
     stop: int
     draws: bool
-
-    @property
-    def is_scored(self) -> bool:
-        """True if log-probabilities of tokens after some of the chunk's tokens are asked for."""
-        scored = self.generation.request.scores_from
-        return scored is not None and scored < self.stop and self.start < self.generation.prompt
+    scored: range

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlm.inference.cache_memory import cache_size
 from jaxlm.inference.draft_model import Drafter, DraftModel
-from jaxlm.inference.generation import Chunk, DecodeRun, Token
+from jaxlm.inference.generation import DecodeRun, Token
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.programs import (
     EnginePrograms,
@@ -290,8 +290,8 @@ class Runner:
                     hidden[generation.id] = hidden_QD[accepted]
             first = index * begun.shape.tiles * TILE
             for chunk in shard.chunks:
-                if chunk.is_scored:
-                    rows = _scored_rows(chunk)
+                if chunk.scored:
+                    rows = chunk.scored
                     at = slice(first + rows.start - chunk.start, first + rows.stop - chunk.start)
                     logprob, rank, top, top_logprob = (x[at] for x in scored)
                     if not chunk.generation.request.ranks:  # what shares its step may have asked for more
@@ -302,7 +302,7 @@ class Runner:
 
     def _shape(self, plan: StepPlan) -> StepShape:
         """Return the smallest shape that each shard of a plan fits into."""
-        scores = any(chunk.is_scored for chunk in plan.chunks)
+        scores = any(chunk.scored for chunk in plan.chunks)
         rows = max(sum(_padded(chunk.stop - chunk.start) for chunk in shard.chunks) for shard in plan.shards)
         return fitting(self._shapes[scores], max(shard.rows_drawn for shard in plan.shards), rows, scores)
 
@@ -331,8 +331,8 @@ class Runner:
         run = shape.decode
         for i, chunk in enumerate(plan.chunks, len(plan.decode)):
             tokens, request = chunk.generation.tokens, chunk.generation.request
-            if chunk.is_scored:
-                rows, first = _scored_rows(chunk), (run - shape.decode) * TILE - chunk.start
+            if chunk.scored:
+                rows, first = chunk.scored, (run - shape.decode) * TILE - chunk.start
                 targets = tokens[: chunk.generation.prompt]
                 if request.following is not None:
                     targets.append(request.following)
@@ -386,13 +386,6 @@ class Runner:
 def _padded(rows: int) -> int:
     """Return rows of whole tiles."""
     return -(-rows // TILE) * TILE
-
-
-def _scored_rows(chunk: Chunk) -> range:
-    """Return the indices of the tokens of a chunk after which log-probabilities are asked for."""
-    request, prompt = chunk.generation.request, chunk.generation.prompt
-    assert request.scores_from is not None, "the chunk is scored"
-    return range(max(chunk.start, request.scores_from), min(chunk.stop, prompt - (request.following is None)))
 
 
 def _token(drawn: Drawn, at: int) -> Token:

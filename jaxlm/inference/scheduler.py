@@ -276,9 +276,12 @@ class Scheduler:
                 if stop == start:
                     continue
                 shard.tiles -= -(-(stop - start) // self._tile)
-                chunk = Chunk(generation, start, stop, stop == len(generation.tokens))
+                unscored = generation.unscored
+                scored = range(max(start, unscored.start), min(stop, unscored.stop))
+                chunk = Chunk(generation, start, stop, stop == len(generation.tokens), scored)
                 rows[shard.index].chunks.append(chunk)
                 generation.computed = generation.reach = stop
+                generation.scored = max(generation.scored, scored.stop)
                 if chunk.draws:
                     generation.is_reading = False
                     generation.pending.append(chunk)

@@ -24,7 +24,7 @@ PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
 class PromptScores:
-    """The log-probabilities of a prompt's tokens, which come in chunks, some tokens a second time."""
+    """The log-probabilities of a prompt's tokens, which come in chunks."""
 
     def __init__(self, prompt: Sequence[int]):
         self._prompt, self._chunks = prompt, []

@@ -313,6 +313,10 @@ def serve(engine, visits):
             )
         else:
             engine.check(generation)
+        scored = [at for plan in engine.plans for c in plan.chunks if c.generation is generation for at in c.scored]
+        first = generation.request.scores_from
+        expected = [] if first is None else [*range(first, len(generation.request.prompt) - 1)]
+        assert scored == (expected[: len(scored)] if generation.id in left else expected), "each once"
         assert len(engine.draws[generation.id]) == left.get(generation.id, len(engine.draws[generation.id]))
         assert (generation.shard, generation.slot, generation.holding, generation.computed) == (-1, -1, None, 0)
     assert not engine.pages_held and not engine.scheduler.failed()

@@ -361,24 +361,30 @@ class Runner:
         tokens = np.random.default_rng(0).integers(0, len(self._valid_token_mask), TILE + 3)
         table = range(1, -(-len(tokens) // self.programs.layout.size) + 1)
 
-        def read(shape: StepShape, first: int, begin: int) -> set[tuple[int, bytes]]:
-            """Read the tokens from `first` on, in runs from `begin` on, on each shard. Return the logits after the last
-            token on devices of this process: of each part of the vocabulary its first id, and its bytes."""
+        def read(shape: StepShape, part: range, begin: int) -> set[tuple[int, bytes]]:
+            """Read a part of the tokens, in runs from `begin` on, on each shard. Return the logits after the last token
+            of all on devices of this process: of each part of the vocabulary its first id, and its bytes."""
             batch = self.programs.empty_batch(shape, self.cache)
             tables = [table] * len(self.programs.layout.groups)
             for index in range(self.programs.shards):
                 shard = batch.shard(index, self.programs.shards)
-                for run, start in enumerate(range(first, len(tokens), TILE), begin):
-                    chunk = tokens[start : start + TILE]
+                for run, start in enumerate(part[::TILE], begin):
+                    chunk = tokens[start : min(start + TILE, part.stop)]
                     shard.row_Q[-1] = _write_run(
                         shard, shape, run, chunk, start, tables, len(tokens), len(self._adapters)
                     )
-            parts = self._read_rows(shape, batch).logits_QV.addressable_shards
-            return {(part.index[1].start or 0, np.asarray(part.data)[-1].tobytes()) for part in parts}
+            logits_QV = self._read_rows(shape, batch).logits_QV
+            if part.stop < len(tokens):
+                return set()
+            return {(x.index[1].start or 0, np.asarray(x.data)[-1].tobytes()) for x in logits_QV.addressable_shards}
 
-        plain = self._shapes[False]
-        runs = [(shape, 0, run) for shape in plain if shape.tiles >= 2 for run in {shape.decode, shape.runs - 2}]
-        runs += [(shape, len(tokens) - 1, run) for shape in plain for run in {0, shape.decode - 1}]
+        plain, whole, runs = self._shapes[False], range(len(tokens)), []
+        for shape in (shape for shape in plain if shape.tiles):
+            parts = [whole] if shape.tiles >= 2 else [whole[:TILE], whole[TILE:]]
+            runs += [
+                (shape, part, run) for run in {shape.decode, shape.runs - len(parts[-1][::TILE])} for part in parts
+            ]
+        runs += [(shape, whole[-1:], run) for shape in plain for run in {0, shape.decode - 1}]
         logits = set().union(*(read(*each) for each in runs))
         return len(logits) == len({start for start, _ in logits})
 

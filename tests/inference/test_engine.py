@@ -150,6 +150,13 @@ def test_it_checks_itself(case):
     assert make(*case).check()
 
 
+def test_it_checks_itself_where_a_step_reads_one_tile_of_prompts():
+    """Also where the pages of each shard hold other texts."""
+    engine = make(sizes=(2,), chunk_tokens=32)
+    served(engine, requests(2, longest=40))
+    assert engine.check()
+
+
 def test_a_request_is_served_as_if_alone(engine):
     """Together with others, in another order, and by itself; the last of these finds its prompt in the cache."""
     asked = requests()

@@ -10,7 +10,7 @@ from kernels_pallas.bias_activation import bias_activation
 from kernels_pallas.core.choice import explain
 from kernels_pallas.flash_attention import flash_attention
 from kernels_pallas.gated_activation import gated_activation
-from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.layer_norm import layer_norm
 from kernels_pallas.linear_cross_entropy import linear_cross_entropy
 from kernels_pallas.matmul import matmul
@@ -31,6 +31,7 @@ __all__ = [
     "log_softmax",
     "matmul",
     "paged_attention",
+    "quantized_grouped_matmul",
     "quantized_matmul",
     "rms_norm",
     "rotary_embedding",

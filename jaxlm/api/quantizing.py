@@ -51,7 +51,7 @@ def quantize(
     Args:
       model: a run, a Hugging Face directory, or hf:ORG/NAME of the Hub.
       run: the folder to make.
-      to: "int8", "w8a8", "int4" or "fp8".
+      to: "int8", "w8a8", "int4", "fp8" or "mxfp4".
       data: a file, directory or glob of text.
       group: inputs that share a scale (`execution.quantize_group`).
       checkpoint, average: as in `load`.

@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.group is not None and arguments.to == "w8a8":
         raise InputError("--group is not of w8a8, which has one scale for all inputs: leave it out, or give --to int8")
+    if arguments.group not in (None, 32) and arguments.to == "mxfp4":
+        raise InputError("--group of mxfp4 is 32: leave it out, or give --to int4")
     if not arguments.data:
         raise InputError("--data names no text; give a file, directory or glob")
 

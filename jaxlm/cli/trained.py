@@ -44,7 +44,7 @@ def add_quantize(parser: ArgumentParser, auto: str = "") -> None:
     parser.add_argument(
         "--quantize",
         choices=("none", *get_args(QuantizeKind), *["auto"] * bool(auto)),
-        help="keep the matrices of layers in this width (execution.quantize); routers, experts and tables stay as they "
+        help="keep the matrices of layers in this width (execution.quantize); routers and tables stay as they "
         f"are{auto and f'; auto: {auto}'}",
     )
 

@@ -9,7 +9,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.quantize_config import Quantization
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.host_shards import HostShards
 from jaxlm.parallel.rules import Rules
 
@@ -31,42 +31,47 @@ class KeptMatrices:
         of = self._dimensions[path]
         parts = {name: (self._shapes[f"{path}/{name}"], self._shardings[f"{path}/{name}"]) for name in _PARTS}
         shards = {name: HostShards(x.shape, np.dtype(x.dtype), sharding) for name, (x, sharding) in parts.items()}
-        return KeptMatrix(path, self._form, of.inputs[0], [of.shape[i] for i in of.inputs], shards)
+        return KeptMatrix(path, self._form, of, shards)
 
 
 class KeptMatrix:
-    """Values and scales of a matrix [stack…, *inputs, *outputs], as `QuantizedMatrix` has them, filled part by part."""
+    """Values and scales of a matrix, as `QuantizedMatrix` has them, filled part by part."""
 
-    def __init__(self, path: str, form: Quantization, stacked: int, inputs: list[int], shards: dict[str, HostShards]):
-        self._path, self._form, self._stacked, self._inputs, self._shards = path, form, stacked, inputs, shards
+    def __init__(self, path: str, form: Quantization, of: Dimensions, shards: dict[str, HostShards]):
+        self._path, self._form, self._of, self._shards = path, form, of, shards
 
     def fill(self, begin: tuple[int, ...], numbers: np.ndarray, scales: np.ndarray) -> None:
-        """Take the numbers and scales of a part [1…, *inputs, *outputs], which has all inputs and begins at `begin`.
-        Raises InputError where inputs of a group have different scales."""
-        stack, size = (1,) * self._stacked, math.prod(self._inputs)
-        outputs = numbers.shape[self._stacked + len(self._inputs) :]
+        """Take the numbers and scales of a part, which has the axes of the matrix with all inputs, and begins at
+        `begin`. Raises InputError where inputs of a group have different scales."""
+        of, stacked = self._of, len(self._of.stack)
+        order = (*of.stack, *of.inputs, *of.outputs)
+        stack, outputs = ([numbers.shape[i] for i in axes] for axes in (of.stack, of.outputs))
+        size = math.prod(of.shape[i] for i in of.inputs)
         group = self._form.group_of(size)
         assert group is not None
-        grouped = scales.reshape(size // group, group, *outputs)
+        grouped = scales.transpose(order).reshape(*stack, size // group, group, *outputs)
         bits = grouped.view(f"u{grouped.itemsize}")  # equal of NaN too
-        if np.any(bits != bits[:, :1]):
+        of_group = np.moveaxis(grouped, stacked + 1, 0)[0]
+        if np.any(bits != np.expand_dims(of_group, stacked + 1).view(bits.dtype)):
             raise InputError(
                 f"{self._path}: the stored scales are not those of {group} inputs beside one another; set "
                 "execution.quantize=none, which reads the matrix in full"
             )
-        values = numbers.reshape(size, *outputs)
-        if self._form.kind == "int4":
-            values = _packed(values, group)
-        for name, part in zip(_PARTS, (values, grouped[:, 0]), strict=True):
-            at = (*begin[: self._stacked], *(0 for _ in outputs), begin[-1])
-            self._shards[name].fill(at, part.reshape(*stack, *part.shape))
+        values = numbers.transpose(order).reshape(*stack, size, *outputs)
+        if self._form.kind in ("int4", "mxfp4"):
+            values = _packed(values, group, stacked)
+        for name, part in zip(_PARTS, (values, of_group), strict=True):
+            self._shards[name].fill((*begin[:stacked], *(0 for _ in outputs), begin[-1]), part)
 
     def on_devices(self) -> Tree:
         """Return values and scales, once all of them have been filled."""
         return {name: shards.on_devices() for name, shards in self._shards.items()}
 
 
-def _packed(numbers: np.ndarray, group: int) -> np.ndarray:
-    """Return int8 numbers of four bits [K, …] as bytes [K/2, …]: the first half of each group is in the low nibbles."""
-    codes = np.ascontiguousarray(numbers).view(np.uint8).reshape(-1, 2, group // 2, *numbers.shape[1:])
-    return ((codes[:, 0] & 15) | (codes[:, 1] << 4)).reshape(-1, *numbers.shape[1:])
+def _packed(numbers: np.ndarray, group: int, axis: int) -> np.ndarray:
+    """Return numbers of four bits as bytes, two in each along an axis: the first half of each group is in the low
+    nibbles."""
+    stack, rest = numbers.shape[:axis], numbers.shape[axis + 1 :]
+    codes = np.ascontiguousarray(numbers).view(np.uint8).reshape(*stack, -1, 2, group // 2, *rest)
+    first, second = np.moveaxis(codes, axis + 1, 0)
+    return ((first & 15) | (second << 4)).reshape(*stack, -1, *rest)

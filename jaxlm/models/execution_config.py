@@ -49,10 +49,10 @@ class ExecutionConfig(Section):
     unless `remat` is "full", up to 48 layers, where the counted memory fits; on a CPU up to 12 layers that keep
     everything; on a TPU it is a loop."""
     quantize: Literal["none"] | QuantizeKind = "none"
-    """Keep the matrices of layers in this width, with float32 scales; fp8 is float8_e4m3fn. w8a8 keeps what int8 does
-    and the unembedding, and in each product rounds every row of activations to int8 too: faster on CPUs, and further
-    from the model. Embeddings, the unembedding of other kinds, norms, biases, routers and experts stay in `dtype`, and
-    so do sums.
+    """Keep the matrices of layers and experts in this width, with float32 scales; fp8 is float8_e4m3fn, and mxfp4 four
+    bits of floating point with a power of two as the scale of 32 inputs. w8a8 keeps what int8 does and the unembedding,
+    and in each product rounds every row of activations to int8 too: faster on CPUs, and further from the model.
+    Embeddings, the unembedding of other kinds, norms, biases and routers stay in `dtype`, and so do sums.
 
     In inference weights are rounded as they are read. Published ones that are stored in the form asked for are kept as
     they are; where nothing is asked for, so are those that are stored in any of these forms. In training it is for the
@@ -60,8 +60,8 @@ class ExecutionConfig(Section):
     alone."""
     quantize_group: Literal["auto", "all", 32, 64, 128] = "auto"
     """The inputs that share a scale of an output: all, or the largest of 32, 64 and 128 up to this number that divides
-    the inputs of a matrix; a matrix whose inputs 32 does not divide stays in `dtype`. "auto" is 64 of int4 and all of
-    the others; w8a8 has no other."""
+    the inputs of a matrix; a matrix whose inputs 32 does not divide stays in `dtype`. "auto" is 64 of int4, 32 of
+    mxfp4 and all of the others; w8a8 and mxfp4 have no other."""
     quantize_targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
     """Patterns of the paths of matrices that `quantize` is of, such as ["*/attention/*"]."""
     compiler_options: Annotated[dict[str, bool | int | float | str], InWords(type="table", default="none")] = Field(
@@ -74,6 +74,8 @@ class ExecutionConfig(Section):
     def _check_groups(self) -> Self:
         if self.quantize == "w8a8" and self.quantize_group not in ("auto", "all"):
             raise ValueError(f'quantize_group = {self.quantize_group}: "w8a8" has one scale for all inputs; set "all"')
+        if self.quantize == "mxfp4" and self.quantize_group not in ("auto", 32):
+            raise ValueError(f'quantize_group = {self.quantize_group}: "mxfp4" has a scale for 32 inputs; set 32')
         return self
 
     @property
@@ -89,7 +91,7 @@ class ExecutionConfig(Section):
             return None
         match self.quantize_group:
             case "auto":
-                group = 64 if self.quantize == "int4" else 0
+                group = {"int4": 64, "mxfp4": 32}.get(self.quantize, 0)
             case "all":
                 group = 0
             case group:

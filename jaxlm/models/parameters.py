@@ -12,6 +12,8 @@ from flax import nnx
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 RANK = "lora"  # the logical axis between the two matrices of an adapter
+# Axes along which parameters are many of a kind rather than one.
+STACKED = frozenset({"layers", "experts"})
 
 zeros: Initializer = jax.nn.initializers.zeros
 ones: Initializer = jax.nn.initializers.ones

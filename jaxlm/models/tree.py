@@ -23,7 +23,7 @@ from jaxlm.models import lora
 from jaxlm.models.adapter_set import AdapterSet
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.parameters import is_adapter, is_quantized, is_state, keeps_dtype, shapes_alone
+from jaxlm.models.parameters import STACKED, is_adapter, is_quantized, is_state, keeps_dtype, shapes_alone
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.models.replaced import replaced
@@ -33,8 +33,6 @@ from jaxlm.parallel.rules import Rules
 
 Tree = dict[str, Any]
 
-# Axes along which parameters are many of a kind rather than one.
-_STACKED = frozenset({"layers", "experts"})
 # Axes whose entries are looked up, or are classes.
 _TABLES = frozenset({"vocab", "positions"})
 
@@ -142,9 +140,9 @@ def dimensions(tree: nnx.State) -> Tree:
     """Return the `Dimensions` of each parameter."""
 
     def of(leaf: nnx.Param) -> Dimensions:
-        stack = tuple(i for i, name in enumerate(leaf.axes) if name in _STACKED)
-        rest = tuple(i for i, name in enumerate(leaf.axes) if name not in _STACKED)
-        count = sum(name not in _STACKED for name in leaf.inputs)
+        stack = tuple(i for i, name in enumerate(leaf.axes) if name in STACKED)
+        rest = tuple(i for i, name in enumerate(leaf.axes) if name not in STACKED)
+        count = sum(name not in STACKED for name in leaf.inputs)
         inputs = rest[len(rest) - count :] if leaf.get_metadata().get("by_outputs") else rest[:count]
         outputs = tuple(i for i in rest if i not in inputs)
         table = bool(leaf.inputs) and not _TABLES.isdisjoint(leaf.axes)
@@ -244,13 +242,15 @@ def _stacked_paths(module: Transformer, declared: Iterable[str]) -> dict[str, st
 
 
 def _quantizable(module: Transformer, quantized: Quantization) -> tuple[str, ...]:
-    """Return the paths of the targets that are quantised: matrices of layers, but for experts and their routers, whose
-    inputs the groups divide. Of unrolled layers targets are those of their stacks. Raises InputError for a pattern that
-    is of no such matrix."""
+    """Return the paths of the targets that are quantised: matrices of layers, but for routers, whose inputs the groups
+    divide. Of unrolled layers targets are those of their stacks. Raises InputError for a pattern that is of no such
+    matrix."""
     declared = paths(dimensions(nnx.state(module)))
     stacked = _stacked_paths(module, declared)
     possible = {
-        path: stacked[path] for path, d in declared.items() if d.projection and not d.of_mixture and not d.by_outputs
+        path: stacked[path]
+        for path, d in declared.items()
+        if d.projection and (d.of_experts or not (d.of_mixture or d.by_outputs))
     }
     named = list(dict.fromkeys(possible.values()))
     for i, pattern in enumerate(quantized.targets):

@@ -8,6 +8,7 @@ from kernels_pallas.core.cases import KernelOperation
 from kernels_pallas.flash_attention.cases import OPERATION as FLASH_ATTENTION
 from kernels_pallas.gated_activation.cases import OPERATION as GATED_ACTIVATION
 from kernels_pallas.grouped_matmul.cases import OPERATION as GROUPED_MATMUL
+from kernels_pallas.grouped_matmul.quantized_cases import OPERATION as QUANTIZED_GROUPED_MATMUL
 from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
 from kernels_pallas.linear_cross_entropy.cases import OPERATION as LINEAR_CROSS_ENTROPY
 from kernels_pallas.matmul.cases import OPERATION as MATMUL
@@ -31,6 +32,7 @@ OPERATIONS: dict[str, KernelOperation] = {
         MATMUL,
         GROUPED_MATMUL,
         QUANTIZED_MATMUL,
+        QUANTIZED_GROUPED_MATMUL,
         LINEAR_CROSS_ENTROPY,
         FLASH_ATTENTION,
         PAGED_ATTENTION,

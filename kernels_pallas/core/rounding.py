@@ -27,3 +27,10 @@ def rounded_rows(x: jax.Array, dtype: Any = "int8") -> tuple[jax.Array, jax.Arra
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.round(units).astype(dtype), scale
     return jnp.clip(units, -most, most).astype(dtype), scale
+
+
+def with_rounded_rows(x: jax.Array) -> jax.Array:
+    """Return rows [..., K] in float32 as `rounded_rows` rounds them to int8; their gradient is that of rows that are
+    not rounded."""
+    numbers, of_row = rounded_rows(x)
+    return x + jax.lax.stop_gradient(numbers * of_row - x)

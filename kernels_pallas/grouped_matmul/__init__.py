@@ -8,7 +8,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core import checks, rows
@@ -16,7 +15,10 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.measured import CallClass
-from kernels_pallas.grouped_matmul import mosaic_gpu, mosaic_tpu, reference, triton, xla
+from kernels_pallas.grouped_matmul import mosaic_gpu, mosaic_tpu, reference, triton, visits, xla
+from kernels_pallas.grouped_matmul.quantized import quantized_grouped_matmul
+
+__all__ = ["grouped_matmul", "quantized_grouped_matmul"]
 
 # In order of preference.
 KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
@@ -133,14 +135,4 @@ def _check(x, matrices, sizes, transposed) -> None:
             f"grouped_matmul: x is {x.dtype}{list(x.shape)} and matrices are {matrices.dtype}{list(matrices.shape)}; "
             f"they must be [R, K] and {wanted} of one dtype, with a group or more"
         )
-    if sizes.dtype != jnp.int32 or sizes.shape != matrices.shape[:1]:
-        raise ValueError(
-            f"grouped_matmul: sizes are {sizes.dtype}{list(sizes.shape)}; they must be int32[{matrices.shape[0]}]"
-        )
-    if isinstance(sizes, jax.core.Tracer) or not isinstance(sizes, jax.Array | np.ndarray):
-        return
-    known = np.asarray(sizes)
-    if (known < 0).any():
-        raise ValueError(f"grouped_matmul: sizes[{known.argmin()}] = {known.min()}; no group has fewer than 0 rows")
-    if known.sum(dtype=np.int64) > x.shape[0]:
-        raise ValueError(f"grouped_matmul: sizes add up to {known.sum(dtype=np.int64)}, and x has {x.shape[0]} rows")
+    visits.check_sizes("grouped_matmul", sizes, matrices.shape[0], x.shape[0])

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.core.quantized.formats import KINDS, dequantize
+from kernels_pallas.core.rounding import with_rounded_rows
+
 
 def grouped_matmul(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """See `kernels_pallas.grouped_matmul`."""
@@ -22,3 +25,18 @@ def grouped_matmul(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, trans
     begins = jnp.zeros((x.shape[0], matrices.shape[1 if transposed else 2]), wide)
     total, _ = jax.lax.scan(add, begins, (matrices, end - sizes, end))
     return total.astype(x.dtype)
+
+
+def quantized_grouped_matmul(
+    x: jax.Array, values: jax.Array, scales: jax.Array, sizes: jax.Array, *, kind: str, by_outputs: bool = False
+) -> jax.Array:
+    """See `kernels_pallas.quantized_grouped_matmul`: all matrices as float32, and products at the highest precision."""
+
+    def of_one(values: jax.Array, scales: jax.Array) -> jax.Array:
+        return dequantize(values, scales, kind, by_outputs=by_outputs)
+
+    matrices = jax.lax.stop_gradient(jax.vmap(of_one)(values, scales))
+    rows = x.astype(np.promote_types(x.dtype, jnp.float32))
+    rows = with_rounded_rows(rows) if KINDS[kind].rounds_rows else rows
+    with jax.default_matmul_precision("highest"):
+        return grouped_matmul(rows, matrices, sizes, transposed=by_outputs).astype(x.dtype)

@@ -1,9 +1,10 @@
 """The tiles in which groups of sorted rows are walked."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Visits(NamedTuple):
@@ -54,3 +55,17 @@ def of_groups(sizes: jax.Array, rows: int, tile: int, alignment: int) -> Visits:
     of_group = visit - (before[group] - tiles[group])
     start = first[group] + of_group * tile
     return Visits(group, start.astype(jnp.int32), begin, end, before[-1])
+
+
+def check_sizes(operation: str, sizes: Any, groups: int, rows: int) -> None:
+    """Raise ValueError for sizes that are not those of so many groups of these rows; their values are checked where
+    they are known."""
+    if sizes.dtype != jnp.int32 or sizes.shape != (groups,):
+        raise ValueError(f"{operation}: sizes are {sizes.dtype}{list(sizes.shape)}; they must be int32[{groups}]")
+    if isinstance(sizes, jax.core.Tracer) or not isinstance(sizes, jax.Array | np.ndarray):
+        return
+    known = np.asarray(sizes)
+    if (known < 0).any():
+        raise ValueError(f"{operation}: sizes[{known.argmin()}] = {known.min()}; no group has fewer than 0 rows")
+    if known.sum(dtype=np.int64) > rows:
+        raise ValueError(f"{operation}: sizes add up to {known.sum(dtype=np.int64)}, and x has {rows} rows")

@@ -16,8 +16,9 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.measured import CallClass
-from kernels_pallas.quantized_matmul import formats, mosaic_tpu, reference, triton, xla
-from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, quantize
+from kernels_pallas.core.quantized import formats, xla
+from kernels_pallas.core.quantized.formats import KINDS, dequantize, quantize
+from kernels_pallas.quantized_matmul import mosaic_tpu, reference, triton
 
 __all__ = ["KINDS", "dequantize", "quantize", "quantized_matmul"]
 
@@ -116,7 +117,7 @@ def _unsupported_reason(name, x, values, scales, kind, by_outputs, chip) -> str 
 @compiled_once(static=1)
 def _product(settings: _QuantizedSettings, x, values, scales) -> jax.Array:
     if settings.implementation == "xla":
-        return xla.quantized_matmul(x, values, scales, kind=settings.kind, by_outputs=settings.by_outputs)
+        return xla.product(x, values, scales, kind=settings.kind, by_outputs=settings.by_outputs)
     cost = costs(x, values, scales, kind=settings.kind).forward
     per_output = jnp.repeat(scales, values.shape[1] // scales.shape[1], axis=1)
     run = KERNELS[settings.implementation].product

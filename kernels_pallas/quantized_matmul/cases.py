@@ -1,29 +1,16 @@
 """Test cases of products with quantised matrices."""
 
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
+from kernels_pallas.core.quantized.cases import parts
 from kernels_pallas.quantized_matmul import KERNELS, KINDS, costs, mosaic_tpu, reference, triton
 from kernels_pallas.quantized_matmul import quantized_matmul as function
 
-# Standard deviations of numbers whose bytes are all equally likely.
-_SPREAD = {"int8": 74.0, "w8a8": 74.0, "int4": 4.6, "fp8": 130.0, "mxfp4": 2.7}
 _CHIPS = {"uses": {"compile", "bench"}, "dtypes": ("bfloat16",)}
 
 
 def _case(name, rows, k, n, kind, groups=(1, None), *, by_outputs=False, **more) -> KernelCase:
     """Return a case of a matrix [k, n] whose products have about unit scale; None is a group for each output."""
-    known = KINDS[kind]
-    outputs = n if groups[1] is None else groups[1]
-    values, scales = (k // 2 if known.packed else k, n), (groups[0], outputs)
-    if by_outputs:
-        values, scales = values[::-1], scales[::-1]
-    unit = k**-0.5 / _SPREAD[kind]
-    arrays = {
-        "x": CaseArray((*rows, k)),
-        "values": CaseArray(values, known.dtype, "bytes"),
-        "scales": CaseArray(scales, "float32", scale=0.2 * unit, mean=unit),
-    }
-    if known.scale_dtype == "uint8":
-        arrays["scales"] = CaseArray(scales, "uint8", "below", scale=3, mean=120)
+    arrays = {"x": CaseArray((*rows, k)), **parts(kind, k, n, groups, by_outputs=by_outputs)}
     # Not the definition rounds, but the gradient the matrix, and kernels the numbers of short groups.
     return KernelCase(name, arrays, {"kind": kind, "by_outputs": by_outputs}, roundings=1, **more)
 

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, tuning
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.quantized.formats import KINDS, halves, unit_scales
 from kernels_pallas.core.tiles import tpu_precision, until
-from kernels_pallas.quantized_matmul.formats import KINDS, halves, unit_scales
 
 _LONG = 128  # rows of stored values of a group that fill the depth of a matrix unit
 

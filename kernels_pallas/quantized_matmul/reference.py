@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.core.rounding import rounded_rows
-from kernels_pallas.quantized_matmul.formats import KINDS, dequantize
+from kernels_pallas.core.quantized.formats import KINDS, dequantize
+from kernels_pallas.core.rounding import with_rounded_rows
 
 
 def quantized_matmul(
@@ -15,8 +15,6 @@ def quantized_matmul(
     matrix = jax.lax.stop_gradient(dequantize(values, scales, kind, by_outputs=by_outputs))
     wide = np.promote_types(x.dtype, jnp.float32)
     rows = x.astype(wide)
-    if KINDS[kind].rounds_rows:  # the gradient is that of rows that are not rounded
-        numbers, of_row = rounded_rows(rows)
-        rows = rows + jax.lax.stop_gradient(numbers * of_row - rows)
+    rows = with_rounded_rows(rows) if KINDS[kind].rounds_rows else rows
     y = jnp.matmul(rows, matrix.T if by_outputs else matrix, precision=jax.lax.Precision.HIGHEST)
     return y.astype(x.dtype)

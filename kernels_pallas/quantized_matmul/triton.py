@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.fp8 import from_bytes, is_converted
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.quantized.formats import KINDS, halves, largest_divisor, unit_scales
 from kernels_pallas.core.tiles import precision_of
-from kernels_pallas.quantized_matmul.formats import KINDS, halves, largest_divisor, unit_scales
 
 _LEAST = 16  # rows and columns of the smallest tiles that tensor cores multiply
 _MANY = 64  # rows of x in a tile, of which the products take longest

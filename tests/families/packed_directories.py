@@ -21,6 +21,14 @@ _SIZES = {
 }
 _LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "dtype": "float16", "vocab_size": 96}
 CONFIG = loud.read("qwen3")[0]["config"] | _SIZES | _LAYERS
+_MIXTURE = {
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+CONFIGS = {"qwen3": CONFIG, "qwen3_moe": loud.read("qwen3_moe")[0]["config"] | _SIZES | _LAYERS | _MIXTURE}
 
 
 def describe(method, bits=4, group=128, symmetric=True, form="gptq"):
@@ -110,12 +118,12 @@ def in_fp8(name, shape, block, random):
     return {name: values, f"{name}_scale_inv": np.asarray(scales)}, matrix
 
 
-def make(folder: Path, described, permuted=False, whole=()):
+def make(folder: Path, described, permuted=False, whole=(), family="qwen3"):
     """Write `folder`/packed and `folder`/wide, and return the tensors of the latter, the numbers of matrices exact in
     float32. Matrices whose names have a part of `whole` are not quantised."""
     random, bits, group = np.random.default_rng(0), described.get("bits"), described.get("group_size")
-    own, wide = {}, {}
-    for name, binding in table.tensors(model_of(CONFIG, "config.json"), families()["qwen3"].rules).items():
+    own, wide, config = {}, {}, CONFIGS[family]
+    for name, binding in table.tensors(model_of(config, "config.json"), families()[family].rules).items():
         shape = binding.shape
         if not name.endswith("_proj.weight") or any(part in name for part in whole):
             x = random.standard_normal(shape, np.float32) * 0.1 + ("norm" in name)
@@ -143,6 +151,6 @@ def make(folder: Path, described, permuted=False, whole=()):
         for i in range(inputs):
             matrix[:, i] = (codes[i] - zeros[groups[i]]) * scales[groups[i]].astype(np.float64)
         wide[name] = matrix
-    write(folder / "packed", own, CONFIG | {"quantization_config": described})
-    write(folder / "wide", wide, CONFIG)
+    write(folder / "packed", own, config | {"quantization_config": described})
+    write(folder / "wide", wide, config)
     return wide

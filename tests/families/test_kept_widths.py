@@ -50,6 +50,19 @@ def test_numbers_are_those_that_are_stored(described, form, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, widened(own.model, form, kept), wide.load(meshes.make(), TRAIN))
 
 
+@pytest.mark.parametrize("name", sampled(["gptq", "awq", "fp8 of blocks", "compressed int4"], ["fp8 of blocks"]))
+def test_numbers_of_experts_are_those_that_are_stored(name, tmp_path):
+    """Whose inputs stand after their outputs in a file, and before them where they are kept."""
+    described, form = FORMS[name]
+    packed_directories.make(tmp_path, described, family="qwen3_moe")
+    own, wide = (PublishedModel(tmp_path / each) for each in ("packed", "wide"))
+    assert own.quantization == form
+    kept = own.load(meshes.make(1, 1, 2), TRAIN, "float32", form)
+    values = kept["layers"]["feed_forward"]["down"]["values"]
+    assert values.dtype == _STORED[form.kind] and values.shape == (2, 4, 128 // (1 + (form.kind == "int4")), 128)
+    jax.tree.map(np.testing.assert_array_equal, widened(own.model, form, kept), wide.load(meshes.make(), TRAIN))
+
+
 @pytest.mark.parametrize("name", sampled(["gptq", "fp8 of blocks"], ["fp8 of blocks"]))
 def test_a_model_is_loaded_so_and_its_logits_are_those_of_its_numbers_in_float32(name, tmp_path):
     """To the order of sums. Planning, which reads config.json alone, counts the same form."""

@@ -8,6 +8,7 @@ import meshes
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxlm.core.errors import InputError
 from jaxlm.families import safetensors, table
@@ -16,6 +17,8 @@ from jaxlm.families.family import families
 from jaxlm.families.quantized import check_method, dequantized, quantization
 from jaxlm.families.safetensors import LazyTensor, read_header
 from jaxlm.families.settings import model_of
+from jaxlm.models import lora, tree
+from jaxlm.models.quantize_config import Quantization
 from jaxlm.parallel.rules import TRAIN
 
 QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight")  # the last of DeepSeek's, whose rows end within a block
@@ -105,6 +108,13 @@ def test_experts_in_mxfp4_are_those_of_the_dequantized_file(tmp_path):
         (tmp_path / folder / "config.json").write_text(json.dumps(config | method))
         trees.append(PublishedModel(tmp_path / folder).load(meshes.make(), TRAIN))
     jax.tree.map(np.testing.assert_array_equal, *trees)
+    own = PublishedModel(tmp_path / "quantized")
+    form = own.quantization
+    assert form == Quantization("mxfp4", 32, tuple(f"layers/feed_forward/{name}" for name in ("down", "gate", "up")))
+    kept = own.load(meshes.make(), TRAIN, None, form)
+    assert kept["layers"]["feed_forward"]["up"]["values"].dtype == np.uint8
+    widened = tree.parameters(lora.widen(nnx.merge(tree.abstract(own.model, quantized=form)[0], kept)))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), widened, trees[0])
     gates = plain["model.layers.0.mlp.experts.gate_up_proj"]
     np.testing.assert_array_equal(trees[0]["layers"]["feed_forward"]["up"][0], np.swapaxes(gates[..., 1::2], 1, 2))
 

@@ -45,7 +45,7 @@ STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
 KEPT = ["('mixed', 'float32')", "('mixture', 'float32')", "('latent', 'float32')", "('llama', 'float32', (2,))"]
-KEPT += ["('llama', 'float32', (), 'int8')"]
+KEPT += ["('mixture', 'float32', (), 'int8')"]
 KEPT_NARROW = ["('llama', 'float32', (), None, 'int8')"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 CASES += [
@@ -61,6 +61,10 @@ CASES += [
     ("gpt2", "float32", (), "w8a8"),
     ("llama", "bfloat16", (), "w8a8"),
     ("latent", "float32", (), "int8"),
+    ("mixture", "float32", (), "int8"),
+    ("mixture", "bfloat16", (), "fp8"),
+    ("mixture", "float32", (2, 1, 2), "mxfp4"),
+    ("mixture", "float32", (2, 1, 2), "w8a8"),
     ("mixed", "float32", (2, 1, 2), "fp8"),
     ("mixed", "float32", (2, 1, 2), "w8a8"),
 ]  # quantised

@@ -24,12 +24,12 @@ from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.rules import TRAIN
 from jaxlm.training.step import TrainStep
 
-FORMS = [Quantization("int8"), Quantization("int4", 32), Quantization("fp8")]
+FORMS = [Quantization("int8"), Quantization("int4", 32), Quantization("fp8"), Quantization("mxfp4", 32)]
 W8A8 = Quantization("w8a8")
 MODELS = {
     "gpt2": model_fixtures.FAMILIES["gpt2"],
     "latent": model_fixtures.FAMILIES["latent"],
-    "mixture": model_fixtures.MIXTURE,
+    "mixture": {**model_fixtures.MIXTURE, "feed_forward": {**model_fixtures.MIXTURE["feed_forward"], "d_ff": 32}},
     "mixed": {**model_fixtures.MIXED, "num_layers": 3},
 }
 
@@ -57,12 +57,12 @@ def assert_close(found, expected, tolerance):
 
 
 CASES = [pytest.param(name, form, id=f"{name}-{form}") for name in MODELS for form in FORMS]
-KEPT = ["gpt2-int8", "latent-int4 in groups of 32", "mixed-fp8"]
+KEPT = ["gpt2-int8", "latent-int4 in groups of 32", "mixed-fp8", "mixture-mxfp4 in groups of 32"]
 
 
 @pytest.mark.parametrize("name, form", sampled(CASES, KEPT))
 def test_a_model_computes_what_its_numbers_times_their_scales_do(name, form):
-    """In float32 to the order of sums. Experts, routers, tables and norms stay as they are."""
+    """In float32 to the order of sums. Routers, tables and norms stay as they are."""
     model = model_fixtures.model(MODELS[name])
     parameters = quantized(model, form)
     wide, plain = widened(model, form, parameters), model_fixtures.parameters(model)
@@ -74,8 +74,8 @@ def test_a_model_computes_what_its_numbers_times_their_scales_do(name, form):
     declared = tree.paths(tree.dimensions(tree.abstract(model)[1]))
     inputs = {path: np.prod([d.shape[i] for i in d.inputs]) for path, d in declared.items()}
     for path, d in declared.items():
-        is_of_layers = d.projection and not d.of_mixture
-        assert (path in kept) == (not is_of_layers or (form.kind == "int4" and inputs[path] % 32 > 0)), path
+        is_of_layers, is_odd = d.projection and "routes" not in d.axes, inputs[path] % 32 > 0
+        assert (path in kept) == (not is_of_layers or (form.kind in ("int4", "mxfp4") and is_odd)), path
     errors = {path: np.abs(tree.paths(wide)[path] - x).max() for path, x in tree.paths(plain).items()}
     assert all((error == 0) == (path in kept) for path, error in errors.items())
 
@@ -114,6 +114,20 @@ def test_devices_compute_what_one_does(form):
         parts = quantized(model, form, mesh)
         found = np.asarray(hidden(graph, parts))
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    assert_close(found, expected, 0.08 if form == W8A8 else 2e-5)
+
+
+@pytest.mark.parametrize("form", sampled([*FORMS, W8A8], ["int4 in groups of 32"]), ids=str)
+@pytest.mark.parametrize("sizes", sampled([(1, 2, 4), (2, 2, 2)], ["(1, 2, 4)"]), ids=str)
+def test_devices_compute_experts_as_one_does(sizes, form):
+    """tensor = 4 divides the 16 inputs of `down` and no group of them: each device then has all."""
+    keys = {**model_fixtures.MIXTURE["feed_forward"], "d_ff": 64}
+    model = model_fixtures.model(model_fixtures.MIXTURE, num_layers=2, feed_forward=keys)
+    graph, whole = tree.abstract(model, quantized=form)[0], quantized(model, form)
+    expected = np.asarray(hidden(graph, whole))
+    mesh = meshes.make(*sizes)
+    with jax.set_mesh(mesh):
+        found = np.asarray(hidden(graph, quantized(model, form, mesh)))
     assert_close(found, expected, 0.08 if form == W8A8 else 2e-5)
 
 

@@ -12,7 +12,7 @@ from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models.quantize_config import Quantization, QuantizeKind
 
 CONFIG_KEY = "quantization_config"
-_METHODS = (*fp8.METHODS, "mxfp4", *packed.METHODS, compressed.METHOD)
+_METHODS = (*fp8.METHODS, mxfp4.METHOD, *packed.METHODS, compressed.METHOD)
 _BLOCKS = "gguf"  # of a file that is translated: its directory has no tensors
 
 
@@ -53,6 +53,8 @@ def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
             return compressed.quantization(described)
         if described.get("quant_method") == _BLOCKS:
             return Quantization(described["kind"], described["group_size"])
+        if described.get("quant_method") == mxfp4.METHOD:
+            return mxfp4.QUANTIZATION
         return fp8.quantization(described) if described.get("quant_method") in fp8.METHODS else None
 
 

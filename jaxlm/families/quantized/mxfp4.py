@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling Formats 1.0, section 5.4; as in GPT-OSS): read as bfloat16."""
+"""MXFP4 (OCP Microscaling Formats 1.0, section 5.4; as in GPT-OSS): read as bfloat16, or kept."""
 
 from collections.abc import Mapping
 
@@ -6,12 +6,17 @@ import ml_dtypes
 import numpy as np
 
 from jaxlm.core.errors import InputError
-from jaxlm.families.quantized.scaled import scales_of
+from jaxlm.families.quantized.scaled import ScaledTensor, scales_of
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
+from jaxlm.models.quantize_config import Quantization
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _BLOCKS, _SCALES = "_blocks", "_scales"
+METHOD = "mxfp4"
+_GROUP = 32  # numbers with one scale
+# The form that holds these matrices without rounding a number.
+QUANTIZATION = Quantization("mxfp4", _GROUP)
 
 
 def tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, LazyTensor], set[str]]:
@@ -37,10 +42,17 @@ def _tensor(name: str, blocks: StoredTensor, scales: StoredTensor) -> LazyTensor
         )
     *outer, rows, number, _ = blocks.shape
 
-    def make() -> np.ndarray:
+    def codes() -> np.ndarray:
         packed = blocks.read()
-        numbers = _E2M1[np.stack([packed & 15, packed >> 4], axis=-1)]
-        numbers = numbers.reshape(*outer, rows, number, 32) * scales_of(scales)[..., None]
-        return np.swapaxes(numbers.reshape(*outer, rows, number * 32), -1, -2).astype(_BFLOAT16)
+        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*outer, rows, number, _GROUP)
 
-    return LazyTensor(_BFLOAT16, (*outer, number * 32, rows), make)
+    def by_columns(numbers: np.ndarray) -> np.ndarray:
+        return np.swapaxes(numbers.reshape(*outer, rows, number * _GROUP), -1, -2)
+
+    def make() -> np.ndarray:
+        return by_columns(_E2M1[codes()] * scales_of(scales)[..., None]).astype(_BFLOAT16)
+
+    def parts() -> tuple[np.ndarray, np.ndarray]:
+        return by_columns(codes()), by_columns(np.repeat(scales.read(), _GROUP, axis=-1))
+
+    return ScaledTensor(_BFLOAT16, (*outer, number * _GROUP, rows), make, METHOD, _GROUP, parts)

@@ -13,12 +13,13 @@ _EXPONENT_BIAS = 127  # of E8M0, an exponent of two in a byte
 
 @dataclass(frozen=True)
 class ScaledTensor(LazyTensor):
-    """A matrix [outputs, inputs] that a quantised one can be made of without rounding a number.
+    """A matrix, or one of each expert, that quantised ones can be made of without rounding a number.
 
     Attributes:
       kind: of the numbers.
       group: inputs beside one another that share a scale; 0 is all.
-      parts: makes numbers, in int8 or float8_e4m3fn, and scales, both [outputs, inputs].
+      parts: makes numbers, in int8 or float8_e4m3fn, and scales, both in the tensor's shape; of "mxfp4" the codes of
+        E2M1 and of E8M0, in uint8.
     """
 
     kind: QuantizeKind

@@ -5,6 +5,7 @@ Each device sorts the rows of its own tokens, one for each expert of a token, an
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,18 +28,26 @@ from jaxlm.models.doors.cost import (
     loop,
 )
 from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.quantized_linear import parts_of
 from jaxlm.models.logical_axes import GATHERED, HIDDEN, RESIDUAL, Axes
 from jaxlm.models.parameters import axes_of
+from jaxlm.models.quantize_config import Quantization
+from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.collectives import Gathers, on_each_device
 from jaxlm.parallel.partition import constrain, shards_of
-from kernels_pallas import grouped_matmul
+from jaxlm.parallel.rules import GROUPS
+from kernels_pallas import grouped_matmul, quantized_grouped_matmul
+from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost, KernelCosts
-from kernels_pallas.grouped_matmul import costs
+from kernels_pallas.core.quantized.formats import KINDS
+from kernels_pallas.grouped_matmul import costs, quantized
 from kernels_pallas.paged_attention.costs import SectionReads
 
 _ROWS: Axes = GATHERED[:2]
 _CHOICES: Axes = (*_ROWS, None)
 _PARTS = "act_feed_forward"  # the logical axis of which devices with parts of an expert have a part each
+
+Experts = nnx.Param | QuantizedMatrix  # [E, outputs, inputs], or values and scales, whose inputs stand first
 
 
 class ExpertRows(NamedTuple):
@@ -114,11 +123,12 @@ _collect.defvjp(
 def to_experts(
     x_BTD: jax.Array,
     rows: ExpertRows,
-    *matrices: nnx.Param,
+    *matrices: Experts,
     biases: Sequence[nnx.Param | None] = (),
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, ...]:
     """Return x · matrix (+ bias [E, F]) of each expert's rows for each matrix [E, F, D], [P, R, F] in x's dtype.
+    Matrices may be quantised.
 
     Args:
       x_BTD: gathered.
@@ -128,7 +138,7 @@ def to_experts(
     axes = (*_ROWS, f"act_{matrices[0].inputs[0]}")
     # Each device that has a part of the experts has the rows to itself, so that their gradients, which are parts of
     # sums, are added before they are sent.
-    parts = shards_of(_PARTS, _size(matrices[0], 1))
+    parts = shards_of(_PARTS, _outputs(matrices[0]))
     of_parts = constrain(jnp.broadcast_to(x_BTD[None], (parts, *x_BTD.shape)), _PARTS, *axes) if parts > 1 else None
     results = []
     for i, matrix in enumerate(matrices):
@@ -138,18 +148,27 @@ def to_experts(
     return tuple(results)
 
 
-def _size(matrix: nnx.Param, dimension: int) -> int:
-    """Return the size of a dimension of a matrix of experts, without that of the layers."""
-    return matrix[...].shape[dimension]
+def _outputs(matrix: Experts) -> int:
+    """Return the number of outputs of an expert."""
+    return matrix.values[...].shape[2] if isinstance(matrix, QuantizedMatrix) else matrix[...].shape[1]
+
+
+def _parts_of(matrix: Experts) -> tuple[nnx.Param, ...]:
+    """Return the arrays of a matrix: itself, or values and scales."""
+    return (matrix.values, matrix.scales) if isinstance(matrix, QuantizedMatrix) else (matrix,)
 
 
 def _to_signature(
-    x_BTD: jax.Array, rows: ExpertRows, matrix: nnx.Param, bias: nnx.Param | None, axes: Axes, of_parts: Any
+    x_BTD: jax.Array, rows: ExpertRows, matrix: Experts, bias: nnx.Param | None, axes: Axes, of_parts: Any
 ) -> Signature:
-    weights = [(p[...], axes_of(p)) for p in (matrix, bias) if p is not None]
-    y = jax.ShapeDtypeStruct((*rows.order_PR.shape, _size(matrix, 1)), x_BTD.dtype)
+    weights = _weights(matrix, bias)
+    y = jax.ShapeDtypeStruct((*rows.order_PR.shape, _outputs(matrix)), x_BTD.dtype)
     operands = [(x_BTD, axes), weights[0], *_row_operands(rows), *weights[1:]]
-    return Signature(operands, [(y, HIDDEN)], {"is_biased": bias is not None}, of=matrix)
+    return Signature(operands, [(y, HIDDEN)], _options(matrix, bias), of=matrix)
+
+
+def _options(matrix: Experts, bias: nnx.Param | None) -> dict[str, Any]:
+    return {"is_biased": bias is not None, "kind": matrix.kind if isinstance(matrix, QuantizedMatrix) else None}
 
 
 def _row_operands(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:
@@ -166,41 +185,63 @@ def _declare_to(local: Local) -> DoorCost:
     rows, width = order.numbers, x.shape[-1]
     passes = [loop(_SPREAD, x, "rows", rows * width)]
     passes += [loop(BIAS, y, "bias", kind="bias")] * local.options["is_biased"]
-    cost = _product_cost(local, x.numbers // width, x, matrix, Product(1, rows, width, matrix.shape[1]))
+    parts = _local_parts(local, 5)
+    cost = _product_cost(local, x.numbers // width, x, parts, Product(1, rows, width, y.shape[-1]))
     saved = Saved((0,) if matrix.is_trained else ())
     workspace = Workspace(beside=rows * width * x.itemsize)
     return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace)
 
 
-def _product_cost(local: Local, tokens: int, x: LocalArray, matrix: LocalArray, product: Product) -> DoorCost:
+def _local_parts(local: Local, further: int) -> tuple[LocalArray, ...]:
+    """Return the arrays of the matrices of experts: scales are the operand of index `further`, where there are any."""
+    return local.operands[1], *(() if local.options["kind"] is None else (local.operands[further],))
+
+
+def _product_cost(local: Local, tokens: int, x: LocalArray, parts: Sequence[LocalArray], product: Product) -> DoorCost:
     """Return the cost of a product of the rows of so many tokens, padding included. The matrices of experts that no
     token chooses are not read: how many these are is an expectation, with every choice as likely."""
+    (matrix, *_), kind = parts, local.options["kind"]
     experts, (_, m, k, n) = matrix.shape[0], product
     padding = sum(each.padding / each.steps for each in local.sections if isinstance(each, SectionReads))
     unread = (1 - m / tokens / experts) ** (tokens - padding)
-    if local.kernels:
-        sizes = LocalArray((experts,), "int32", (False,))
-        declared = costs(x._replace(shape=(m, k)).abstract, matrix.abstract, sizes.abstract, transposed=True).forward
-        declared = declared._replace(bytes=declared.bytes - round(unread * matrix.bytes))
+    stored = sum(each.bytes for each in parts)
+    if (name := _kernel(local, parts)) is not None:
+        rows, sizes = x._replace(shape=(m, k)), LocalArray((experts,), "int32", (False,))
+        operands = [each.abstract for each in (rows, *parts, sizes)]
+        of_kernel = costs(*operands, transposed=True) if kind is None else quantized.costs(*operands, kind=kind)
+        declared = of_kernel.forward._replace(bytes=of_kernel.forward.bytes - round(unread * stored))
         wanted = x.is_trained, matrix.is_trained
         backward = KernelCost(sum(wanted) * declared.flops, 0, sum(wanted) * declared.bytes)
-        name = "mosaic_tpu" if local.platform == "tpu" else "triton"
+        if kind is not None:
+            backward = of_kernel.backward if x.is_trained else KernelCost(0, 0, 0)
         kernel = ProductKernel(name, KernelCosts(declared, backward), (), (wanted,))
         return DoorCost(products=(DoorProduct(product, 0, weight=1, groups=experts),), kernel=kernel)
-    moved = x.itemsize * m * (k + n) + round((1 - unread) * matrix.bytes)
-    return DoorCost(products=(DoorProduct(product, moved, weight=1, groups=experts),))
+    moved = x.itemsize * m * (k + n) + round((1 - unread) * stored)
+    dtype = "int8" if kind is not None and KINDS[kind].rounds_rows else None
+    unfused = 0
+    if kind is not None and local.platform != "cpu" and dtype is None:  # a tile's matrix is written in the dtype of x
+        unfused = round(2 * (1 - unread) * experts * k * n * x.itemsize)
+    return DoorCost(products=(DoorProduct(product, moved, unfused, weight=1, groups=experts, dtype=dtype),))
+
+
+def _kernel(local: Local, parts: Sequence[LocalArray]) -> str | None:
+    """Return the kernel that multiplies, or None where XLA does."""
+    if not local.kernels or local.options["kind"] is not None:
+        return None
+    return "mosaic_tpu" if local.platform == "tpu" else "triton"
 
 
 @door(_to_signature, _declare_to, name="to_experts", pinned=True)
 def _to_experts(
     x_BTD: jax.Array,
     rows: ExpertRows,
-    matrix: nnx.Param,
+    matrix: Experts,
     bias: nnx.Param | None,
     axes: Axes,
     of_parts: jax.Array | None,
 ) -> jax.Array:
-    multiply, gathers = _multiplied(matrix, bias), _gathers(matrix, bias)
+    multiply, gathers = _multiplied(matrix), _gathers(_weights(matrix, bias))
+    parts = len(_parts_of(matrix))
 
     def local(x: jax.Array, order: jax.Array, place: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple:
         x_ND, place_Nk = x.reshape(-1, x.shape[-1]), place.reshape(x.size // x.shape[-1], -1)
@@ -209,8 +250,11 @@ def _to_experts(
         # The rows are taken again for the gradient of the matrix: kept, they would be as many times x as choices.
         @jax.checkpoint
         def product(x_ND: jax.Array, *weights: jax.Array) -> jax.Array:
-            whole = (gather(each) for gather, each in zip(gathers, weights, strict=True))
-            return multiply(_spread(x_ND, token_R, place_Nk), sizes[0], *whole)
+            whole = [gather(each) for gather, each in zip(gathers, weights, strict=True)]
+            y_RF = multiply(_spread(x_ND, token_R, place_Nk), sizes[0], *whole[:parts])
+            for bias_EF in whole[parts:]:
+                y_RF += _of_rows(bias_EF.astype(y_RF.dtype), sizes[0], len(y_RF))
+            return y_RF
 
         return (product(x_ND, *weights)[None],)
 
@@ -220,45 +264,52 @@ def _to_experts(
 
 
 def from_experts(
-    hidden_PRF: jax.Array, rows: ExpertRows, weights_BTk: jax.Array, matrix: nnx.Param, bias: nnx.Param | None = None
+    hidden_PRF: jax.Array, rows: ExpertRows, weights_BTk: jax.Array, matrix: Experts, bias: nnx.Param | None = None
 ) -> jax.Array:
     """Return for each token the weighted sum over its experts of hidden · matrix [E, D, F] (+ bias [E, D]).
 
-    The result is [B, T, D] in hidden's dtype.
+    The result is [B, T, D] in hidden's dtype. The matrix may be quantised.
 
     Weights multiply the hidden numbers, which the backward pass reads anyway, so that no product of each row is kept.
     """
-    output = matrix.axes[-2]
+    output = _output_axis(matrix)
     return _from_experts(
         hidden_PRF, rows, weights_BTk, matrix, bias, RESIDUAL if output == "embed" else (*_ROWS, f"act_{output}")
     )
+
+
+def _output_axis(matrix: Experts) -> str:
+    (output,) = matrix.outputs if isinstance(matrix, QuantizedMatrix) else matrix.axes[-2:-1]
+    return output
 
 
 def _from_signature(
     hidden_PRF: jax.Array,
     rows: ExpertRows,
     weights_BTk: jax.Array,
-    matrix: nnx.Param,
+    matrix: Experts,
     bias: nnx.Param | None,
     axes: Axes,
 ) -> Signature:
-    weights = [(p[...], axes_of(p)) for p in (matrix, bias) if p is not None]
-    y = jax.ShapeDtypeStruct((*weights_BTk.shape[:2], _size(matrix, 1)), hidden_PRF.dtype)
+    weights = _weights(matrix, bias)
+    y = jax.ShapeDtypeStruct((*weights_BTk.shape[:2], _outputs(matrix)), hidden_PRF.dtype)
     operands = [(hidden_PRF, HIDDEN), weights[0], *_row_operands(rows), (weights_BTk, _CHOICES), *weights[1:]]
-    return Signature(operands, [(y, axes)], {"is_biased": bias is not None}, of=matrix)
+    return Signature(operands, [(y, axes)], _options(matrix, bias), of=matrix)
 
 
 def _declare_from(local: Local) -> DoorCost:
-    hidden, matrix, order, *_ = local.operands
+    hidden, _, order, *_ = local.operands
     (y,) = local.results
-    rows, channels = order.numbers, matrix.shape[1]
+    parts, is_quantized = _local_parts(local, 6), local.options["kind"] is not None
+    rows, channels = order.numbers, parts[0].shape[2 if is_quantized else 1]
     passes = [loop(_SCALED, hidden, "weights"), loop(_SPREAD, y, "sum", rows * channels)]
     passes += [loop(BIAS, y, "bias", rows * channels, kind="bias")] * local.options["is_biased"]
     tokens = rows // local.operands[5].shape[-1]
-    cost = _product_cost(local, tokens, hidden, matrix, Product(1, rows, matrix.shape[2], channels))
+    cost = _product_cost(local, tokens, hidden, parts, Product(1, rows, hidden.shape[-1], channels))
     workspace = Workspace(beside=rows * channels * hidden.itemsize)
     saved = Saved((0, 5) if hidden.is_trained else ())
-    return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace, contracted=(1, range(2, 3)))
+    contracted = 1, range(1, 2) if is_quantized else range(2, 3)
+    return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace, contracted=contracted)
 
 
 @door(_from_signature, _declare_from, name="from_experts", pinned=True)
@@ -266,35 +317,43 @@ def _from_experts(
     hidden_PRF: jax.Array,
     rows: ExpertRows,
     weights_BTk: jax.Array,
-    matrix: nnx.Param,
+    matrix: Experts,
     bias: nnx.Param | None,
     axes: Axes,
 ) -> jax.Array:
-    multiply, parts = _multiplied(matrix, None), shards_of(_PARTS, _size(matrix, 2))
-    gathers = _gathers(matrix, bias)
+    multiply, (*_, hidden_size) = _multiplied(matrix), hidden_PRF.shape
+    if isinstance(matrix, QuantizedMatrix):
+        devices = parts_of(matrix.kind, _PARTS, hidden_size, matrix.scales[...].shape[1])
+    else:
+        devices = shards_of(_PARTS, hidden_size)
+    over = _PARTS if devices > 1 else None
+    # Where the mesh divides no groups of inputs, each device has all of them.
+    whole = () if devices > 1 else ("feed_forward", "feed_forward" + GROUPS)
+    gathers, parts = _gathers(_weights(matrix, bias), whole), len(_parts_of(matrix))
 
-    def local(hidden, order, place, sizes, weights_BTk, matrix, *biases) -> tuple[jax.Array]:
+    def local(hidden, order, place, sizes, weights_BTk, *weights) -> tuple[jax.Array]:
         place_Nk = place.reshape(-1, weights_BTk.shape[-1])
         token_R = order[0] // place_Nk.shape[1]
 
         @jax.checkpoint
-        def product(hidden_RF: jax.Array, weights_BTk: jax.Array, *parameters: jax.Array) -> jax.Array:
-            matrix, *biases = (gather(each) for gather, each in zip(gathers, parameters, strict=True))
+        def product(hidden_RF: jax.Array, weights_BTk: jax.Array, *stored: jax.Array) -> jax.Array:
+            matrices = [gather(each) for gather, each in zip(gathers, stored, strict=True)]
             weight_R1 = _spread(weights_BTk.reshape(-1, 1), order[0], place.reshape(-1, 1))
             scaled_RF = (hidden_RF.astype(jnp.float32) * weight_R1).astype(hidden_RF.dtype)
-            y_RD = multiply(scaled_RF, sizes[0], matrix)
-            for bias_ED in biases:  # each part adds as much of it
-                y_RD += _of_rows(bias_ED.astype(y_RD.dtype), sizes[0], len(y_RD)) * (weight_R1 / parts).astype(
+            y_RD = multiply(scaled_RF, sizes[0], *matrices[:parts])
+            for bias_ED in matrices[parts:]:  # each device adds as much of it
+                y_RD += _of_rows(bias_ED.astype(y_RD.dtype), sizes[0], len(y_RD)) * (weight_R1 / devices).astype(
                     y_RD.dtype
                 )
             return y_RD
 
-        y_ND = _collect(product(hidden[0], weights_BTk, matrix, *biases), token_R, place_Nk)
+        y_ND = _collect(product(hidden[0], weights_BTk, *weights), token_R, place_Nk)
         return (y_ND.reshape(1, *weights_BTk.shape[:2], -1),)
 
-    output = f"act_{matrix.axes[-2]}"
-    operands = (hidden_PRF, HIDDEN), *_on_devices(rows), (weights_BTk, _CHOICES), *_weights(matrix, bias)
-    (of_parts,) = on_each_device(local, *operands, results=[(_PARTS, *_ROWS, output)])
+    output = f"act_{_output_axis(matrix)}"
+    hidden = hidden_PRF, (*_ROWS, over)
+    operands = hidden, *_on_devices(rows), (weights_BTk, _CHOICES), *_weights(matrix, bias)
+    (of_parts,) = on_each_device(local, *operands, results=[(over, *_ROWS, output)])
     return jax.lax.reduce(of_parts, jnp.zeros((), of_parts.dtype), jax.lax.add, (0,))
 
 
@@ -302,34 +361,38 @@ def _on_devices(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:
     return [(each, _ROWS) for each in rows]
 
 
-def _weights(*parameters: nnx.Param | None) -> list[tuple[jax.Array, Axes]]:
-    """Return parameters as they are stored."""
-    return [(p[...], axes_of(p)) for p in parameters if p is not None]
+def _weights(matrix: Experts, bias: nnx.Param | None) -> list[tuple[jax.Array, Axes]]:
+    """Return the arrays of a matrix and a bias as they are stored."""
+    return [(p[...], axes_of(p)) for p in (*_parts_of(matrix), bias) if p is not None]
 
 
-def _gathers(*parameters: nnx.Param | None) -> list[Gathers]:
-    """Return how stored parameters are gathered for layers to compute with them; what has the axis "channels" is small,
-    and whole."""
+def _gathers(weights: Sequence[tuple[jax.Array, Axes]], whole: Sequence[str] = ()) -> list[Gathers]:
+    """Return how stored parameters are gathered for layers to compute with them, over the axes `whole` too; what has
+    the axis "channels" is small, and whole."""
 
-    def computing(axis: str) -> str | None:
-        return None if axis == "channels" else f"act_{axis}"
+    def computing(axis: str | None) -> str | None:
+        return None if axis in ("channels", *whole) else f"act_{axis}"
 
-    return [
-        Gathers.of(p[...].shape, axes_of(p), tuple(map(computing, axes_of(p)))) for p in parameters if p is not None
-    ]
+    return [Gathers.of(x.shape, axes, tuple(map(computing, axes))) for x, axes in weights]
 
 
-def _multiplied(matrix: nnx.Param, bias: nnx.Param | None) -> Callable[..., jax.Array]:
-    """Return the product of rows, sorted by expert, with matrices [E, outputs, inputs] (+ biases [E, outputs])."""
+def _multiplied(matrix: Experts) -> Callable[..., jax.Array]:
+    """Return the product of rows, sorted by expert, and sizes with the arrays of the experts' matrices."""
     implementation = kernels.implementation()
+    if not isinstance(matrix, QuantizedMatrix):
 
-    def multiply(rows_RD: jax.Array, sizes_E: jax.Array, matrices: jax.Array, *biases: jax.Array) -> jax.Array:
-        y = grouped_matmul(rows_RD, matrices, sizes_E, transposed=True, implementation=implementation)
-        for each in biases:
-            y += _of_rows(each.astype(y.dtype), sizes_E, len(y))
-        return y
+        def multiply(rows_RD: jax.Array, sizes_E: jax.Array, matrices: jax.Array) -> jax.Array:
+            return grouped_matmul(rows_RD, matrices, sizes_E, transposed=True, implementation=implementation)
 
-    return multiply
+        return multiply
+    by_outputs = Quantization(matrix.kind).by_outputs(target.platform())
+    product = partial(quantized_grouped_matmul, kind=matrix.kind, by_outputs=by_outputs, implementation=implementation)
+
+    def multiply_quantized(rows_RD: jax.Array, sizes_E: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+        parts = (each.swapaxes(1, 2) if by_outputs else each for each in (values, scales))
+        return product(rows_RD, *parts, sizes_E)
+
+    return multiply_quantized
 
 
 def _of_rows(each_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:

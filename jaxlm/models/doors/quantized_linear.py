@@ -93,6 +93,14 @@ def quantized_product(
     return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)
 
 
+def parts_of(kind: str, axis: str, size: int, groups: int) -> int:
+    """Return how many devices have each a part of a matrix's inputs, of this size and logical axis: 1 where the mesh
+    divides no groups of them, of which a byte may hold numbers of both halves."""
+    parts = shards_of(axis, size)
+    is_whole = groups == 1 and not KINDS[kind].packed
+    return parts if is_whole or parts == shards_of(axis + GROUPS, groups) else 1
+
+
 def multiplied(x: jax.Array, matrix: QuantizedMatrix, rows: Axes, copies: int = 1) -> jax.Array:
     """Return x · matrix, outputs so often as there are copies, each device with its own part of the matrix.
 
@@ -104,9 +112,8 @@ def multiplied(x: jax.Array, matrix: QuantizedMatrix, rows: Axes, copies: int = 
     values, scales = repeat_heads(matrix.values, 1, copies), repeat_heads(matrix.scales, 1, copies)
     contracted = f"act_{matrix.inputs[0]}"
     of_outputs = tuple(f"act_{axis}" for axis in matrix.outputs)
-    parts, groups = shards_of(contracted, x.shape[kept]), len(scales)
-    if groups > 1 and parts != shards_of(contracted + GROUPS, groups):
-        parts = 1
+    groups = len(scales)
+    parts = parts_of(matrix.kind, contracted, x.shape[kept], groups)
     first = contracted if parts > 1 else None
     by_outputs = Quantization(matrix.kind).by_outputs(target.platform())
     multiply = partial(

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.core.fp8 import from_bytes
+from kernels_pallas.core.quantized.formats import KINDS, dequantize, halves, largest_divisor, unit_scales, unpacked
 from kernels_pallas.core.rounding import rounded_rows
-from kernels_pallas.quantized_matmul.formats import KINDS, dequantize, halves, largest_divisor, unit_scales, unpacked
 
 _BLOCK = 32 * 2048  # numbers of a block, of about this many
 
 
-def quantized_matmul(
-    x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, by_outputs: bool = False
-) -> jax.Array:
+def product(x: jax.Array, values: jax.Array, scales: jax.Array, *, kind: str, by_outputs: bool = False) -> jax.Array:
     """Return x · matrix, [M, N] in x's dtype, of rows x [M, K]."""
     if KINDS[kind].rounds_rows:
         return _of_integers(x, values, scales, by_outputs)
@@ -25,6 +24,8 @@ def quantized_matmul(
     def on_cpu(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
         wide = x.astype(np.promote_types(x.dtype, jnp.float32))
         wide = _of_two_rows(wide)
+        if kind == "fp8":  # of XLA's own conversion a product takes nine times as long
+            values = jax.lax.bitcast_convert_type(values, jnp.int8)
         blocks = _in_blocks_of_outputs if by_outputs else _in_blocks_of_inputs
         return blocks(wide, values, scales, kind)[: len(x)].astype(x.dtype)
 
@@ -81,7 +82,7 @@ def _in_blocks_of_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, ki
         values, scales = block
         sums = jnp.zeros((), x.dtype)
         for side, each in zip(sides, halves(values, kind) if KINDS[kind].packed else (values,), strict=True):
-            numbers = each.astype(x.dtype)
+            numbers = (from_bytes(each) if kind == "fp8" else each).astype(x.dtype)
             if groups > 1:
                 numbers = (numbers.reshape(len(values), groups, -1) * scales[:, :, None]).reshape(values.shape)
             # With the matrix first it is another kernel, with other bits, where there are a multiple of 64 rows.
@@ -111,7 +112,7 @@ def _in_blocks_of_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, kin
 
     def one(total: jax.Array, block: tuple) -> tuple[jax.Array, None]:
         x, values, scales = block
-        numbers = unpacked(values, kind, whole, x.dtype)
+        numbers = from_bytes(values).astype(x.dtype) if kind == "fp8" else unpacked(values, kind, whole, x.dtype)
         if whole > 1:
             numbers = (numbers.reshape(whole, inputs, N) * scales[:, None]).reshape(height, N)
         sums = jax.lax.dot_general(x, numbers, (((1,), (0,)), ((), ())), preferred_element_type=x.dtype)

@@ -117,15 +117,20 @@ def of(operation: str, kind: Any) -> QuantizedKind:
     return KINDS[kind]
 
 
-def check(operation: str, values: Any, scales: Any, kind: str, by_outputs: bool) -> tuple[int, int]:
-    """Check a quantised matrix; return its K and N."""
+def check(
+    operation: str, values: Any, scales: Any, kind: str, by_outputs: bool, stacked: bool = False
+) -> tuple[int, int]:
+    """Check a quantised matrix, or a stack of some; return K and N."""
     known = of(operation, kind)
     checks.array(operation, values=values, scales=scales)
     checks.boolean(operation, by_outputs=by_outputs)
     for name, x, dtype in (("values", values, known.dtype), ("scales", scales, known.scale_dtype)):
-        if x.dtype != jnp.dtype(dtype) or x.ndim != 2:
-            raise ValueError(f"{operation}: {name} of {kind} are {x.dtype}{list(x.shape)}; they must be {dtype} [·, ·]")
-    (K, N), groups = (x.shape[::-1] if by_outputs else x.shape for x in (values, scales))
+        if x.dtype != jnp.dtype(dtype) or x.ndim != 2 + stacked:
+            wanted = f"{dtype} [{'·, ' * stacked}·, ·]"
+            raise ValueError(f"{operation}: {name} of {kind} are {x.dtype}{list(x.shape)}; they must be {wanted}")
+    if stacked and (len(values) == 0 or len(values) != len(scales)):
+        raise ValueError(f"{operation}: {len(scales)} scales are of {len(values)} matrices; both must be as many, > 0")
+    (K, N), groups = (x.shape[:-3:-1] if by_outputs else x.shape[-2:] for x in (values, scales))
     K = 2 * K if known.packed else K
     if 0 in groups or K % groups[0] or N % groups[1]:
         raise ValueError(

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -300,7 +300,7 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
         return
     training = experiment.training
     layout_choice.check_divides(layout, TRAIN, divided_by_mesh(experiment.model), devices)
-    over = TRAIN.over("batch")
+    over = _several(TRAIN.over("batch"), layout)
     rows, parts = training.batch // training.microbatches, layout.over(over)
     if rows % parts:
         fitting = math.ceil(rows / parts) * parts * training.microbatches
@@ -308,13 +308,18 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
             f"{layout_choice.describe_axes(over)} = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
-    over = TRAIN.over("sequence")
+    over = _several(TRAIN.over("sequence"), layout)
     if training.sequence % (parts := layout.over(over)):
         fitting = math.ceil(training.sequence / parts) * parts
         raise InputError(
             f"{layout_choice.describe_axes(over)} = {parts} does not divide training.sequence = {training.sequence}: "
             f"set training.sequence to {fitting}"
         )
+
+
+def _several(mesh_axes: Sequence[str], layout: Layout) -> tuple[str, ...]:
+    """Return those mesh axes that have several devices."""
+    return tuple(axis for axis in mesh_axes if layout[axis] > 1)
 
 
 def divides_heads(layout: Layout, model: ModelConfig) -> bool:

@@ -29,7 +29,7 @@ class MeshSection(Section):
             named = " and ".join(f"mesh.{axis}" for axis in rest)
             raise InputError(f'{named} are both "all"; set one of them to a number')
         layout = self.least()
-        others = " × ".join(f"mesh.{axis}" for axis in layout if axis not in rest)
+        others = " × ".join(f"mesh.{axis}" for axis, size in layout.items() if size > 1)
         if rest:
             share, over = divmod(devices, layout.size)
             if over or not share:

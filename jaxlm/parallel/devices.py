@@ -36,8 +36,7 @@ def mesh_here(least: int, layout: Callable[[int], Layout]) -> "Mesh":
     if idle:
         raise InputError(
             f"a mesh of {mesh.size} of {len(devices)} devices leaves process {', '.join(map(str, sorted(idle)))} "
-            f"without any; start fewer processes, or let {' × '.join(f'mesh.{axis}' for axis in Layout())} "
-            f"be {len(devices)}"
+            f"without any; start fewer processes, or let the sizes of [mesh] multiply to {len(devices)}"
         )
     return mesh
 

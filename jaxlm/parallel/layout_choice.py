@@ -62,7 +62,7 @@ def _undivided(layout: Layout, rules: Rules, sizes: Iterable[ModelSize]) -> Iter
     for each in sizes:
         for over in _dividing(rules, each.axis):
             if each.size % (shards := layout.over(over)):
-                yield _Undivided(each, over, shards)
+                yield _Undivided(each, tuple(axis for axis in over if layout[axis] > 1), shards)
 
 
 def check_divides(layout: Layout, rules: Rules, sizes: Sequence[ModelSize], devices: int | None = None) -> None:
@@ -82,7 +82,8 @@ def _fitting_mesh(
 ) -> str | None:
     """Return how to change a layout into one of all devices that divides the sizes, with the most shards over some
     axes; None where there is none."""
-    fitting = [other for other in factorings(devices, list(Layout())) if divides(other, rules, sizes)]
+    used = [axis for axis, size in layout.items() if size > 1 or axis in rules.over("batch")[:2]]
+    fitting = [other for other in factorings(devices, used) if divides(other, rules, sizes)]
     best = max(fitting, key=lambda other: (other.over(axes), -other["tensor"]), default=layout)
     return _changes(layout, best) or None
 

@@ -15,6 +15,7 @@ from matrices import sampled
 from jaxlm.cli import main
 from jaxlm.core import units
 from jaxlm.costs.plan_order import TIE
+from jaxlm.parallel.layout import Layout
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 KEYS = {
@@ -58,7 +59,7 @@ def test_thousands_of_chips_in_two_seconds_without_a_backend(model, chips, mesh)
 
 def test_all_devices_go_on_fsdp_and_the_batch_fills_them(capsys):
     row = json.loads(plan(capsys, "--on", "h200-sxm:64", "--json"))
-    assert row["mesh"] == {"data": 1, "fsdp": 64, "tensor": 1} and row["batch"] == 64
+    assert Layout(row["mesh"]) == Layout(data=1, fsdp=64, tensor=1) and row["batch"] == 64
 
 
 def test_a_person_reads_a_table(capsys):
@@ -210,7 +211,7 @@ def test_a_search_keeps_latents_alone_too_and_what_the_configuration_lists(tmp_p
     searched = "--on", "h200-sxm:8", "--mesh", "auto", "training.batch=64", "--json"
     assert main(["plan", str(file), *searched]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
-    fsdp = {"data": 1, "fsdp": 8, "tensor": 1}
+    fsdp = dict(Layout(fsdp=8))
     alike = [row for row in found if row["mesh"] == fsdp and row["microbatches"] == 1]
     rows = {row["remat"] if isinstance(row["remat"], str) else tuple(row["remat"]): row for row in alike}
     latents, full = rows.pop(("latent",)), rows.pop("full")
@@ -225,7 +226,7 @@ def test_of_all_devices_those_that_do_not_divide_the_model_hold_copies(capsys):
     assert main(["plan", str(MODELS / "deepseek-v3.toml"), "--on", "h800-sxm5:2048", "--json"]) == 0
     out, errors = capsys.readouterr()
     row = json.loads(out)
-    assert row["mesh"] == {"data": 2, "fsdp": 1024, "tensor": 1} and row["batch"] == 2048
+    assert Layout(row["mesh"]) == Layout(data=2, fsdp=1024, tensor=1) and row["batch"] == 2048
     said = "mesh.fsdp = 2048 does not divide model.d_model = 7168: the mesh has mesh.data=2 mesh.fsdp=1024"
     assert " ".join(errors.split()).count(said) == 1 and errors.count("jaxlm: ") == 2
 
@@ -236,7 +237,7 @@ def test_a_mesh_takes_the_place_of_that_of_the_file(tmp_path, capsys):
     file.write_text(f'model.base = "{MODELS}/llama3.1-8b.toml"\ntraining.sequence = 4096\nmesh.data = 16\n')
     assert main(["plan", str(file), "--on", "h200-sxm:64", "--mesh", "data=2,fsdp=32", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
-    assert row["mesh"] == {"data": 2, "fsdp": 32, "tensor": 1} and row["batch"] == 64
+    assert Layout(row["mesh"]) == Layout(data=2, fsdp=32, tensor=1) and row["batch"] == 64
 
 
 def test_every_chip_is_ranked(capsys):
@@ -266,7 +267,7 @@ def test_decoding_takes_the_smallest_tensor_axis_that_fits(capsys):
     tensor = chosen["mesh"]["tensor"]
     assert chosen["fits"] and tensor > 1 and chosen["mesh"]["data"] == 8 // tensor
     assert not row("--mesh", f"tensor={tensor // 2},fsdp=1,data={16 // tensor}")["fits"]
-    assert row("mesh.tensor=8")["mesh"] == {"data": 1, "fsdp": 1, "tensor": 8}
+    assert Layout(row("mesh.tensor=8")["mesh"]) == Layout(data=1, fsdp=1, tensor=8)
 
 
 def test_every_chip_is_ranked_at_one_batch(capsys):
@@ -340,7 +341,7 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
             ["--on", "h200-sxm:8", "training.steps=1000000", "training.batch=64", "--deadline", "1d", "--budget", "9"],
             "beyond the deadline of 24 h and the budget of $9",
         ),
-        (["--on", "h200-sxm:8", "--mesh", "rows=8"], "is not AXIS=N,… with axes data, fsdp, tensor"),
+        (["--on", "h200-sxm:8", "--mesh", "rows=8"], "is not AXIS=N,… with axes data, fsdp, expert, context, tensor"),
         (["--on", "h200-sxm:8", "training.batch=12"], "does not divide the 12 rows of a microbatch"),
         (["--on", "h200-sxm:8", "training.sequence=100", "mesh.context=8"], "= 100: set training.sequence to 104"),
         (["--on", "h200-sxm", "training.sequence=200000"], "training.sequence = 200000"),

@@ -168,7 +168,7 @@ def test_a_mesh_that_leaves_a_process_without_devices_is_refused_by_all(config, 
         _, said = runs.finish(process, status=2)
         assert said.splitlines()[-1] == (
             f"jaxlm: process {index} of 2: a mesh of 2 of 4 devices leaves process 1 without any; "
-            "start fewer processes, or let mesh.data × mesh.fsdp × mesh.tensor be 4"
+            "start fewer processes, or let the sizes of [mesh] multiply to 4"
         )
     assert not (tmp_path / "run").exists()
 

@@ -43,7 +43,7 @@ def test_a_line_says_that_fewer_devices_shard_the_model():
 @pytest.mark.parametrize(
     ("overrides", "devices", "says"),
     [
-        (["mesh.tensor=8"], 12, ["mesh.data × mesh.tensor = 8 does not divide 12 devices"]),
+        (["mesh.tensor=8"], 12, ["mesh.tensor = 8 does not divide 12 devices"]),
         (["mesh.data=2", "mesh.tensor=4"], 4, ["mesh.data × mesh.tensor = 8", "4 devices", "mesh.fsdp"]),
         (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices, and there are 8; lower"]),
         (["mesh.fsdp=2"], 1, ["2 devices, and there is 1; lower"]),

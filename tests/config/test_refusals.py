@@ -182,7 +182,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("training.microbatches=3", ["training.microbatches = 3", "training.batch = 16", "1, 2, 4, 8, 16"]),
         ("mesh.tensor=3", ["mesh.tensor = 3", "model.attention.num_heads = 8", "1, 2, 4, 8"]),
         ("mesh.fsdp=3", ["mesh.fsdp = 3", "model.d_model = 256", "1, 2, 4, 8, 16"]),
-        ("mesh.data=3", ["mesh.data × mesh.fsdp = 3", "16 rows", "training.batch to 18"]),
+        ("mesh.data=3", ["mesh.data = 3", "16 rows", "training.batch to 18"]),
     ],
 )
 def test_a_refusal_says_what_is_wrong_and_what_would_be_right(override, says):

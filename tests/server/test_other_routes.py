@@ -14,6 +14,7 @@ from serving import tokens_alone
 import jaxlm
 from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree
+from jaxlm.parallel.layout import Layout
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -146,7 +147,7 @@ def test_it_says_that_it_is_well(server):
                 "quantize": None,
                 "cache_dtype": None,
                 "speculate": None,
-                "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
+                "mesh": dict(Layout()),
             },
         )
 

@@ -15,6 +15,7 @@ import pytest
 import runs
 
 from jaxlm.cli import main
+from jaxlm.parallel.layout import Layout
 from jaxlm.runs.published import PublishedSource
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -110,7 +111,7 @@ def test_it_serves_with_a_key_and_drains(serve, tmp_path):
             "quantize": None,
             "cache_dtype": None,
             "speculate": None,
-            "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
+            "mesh": dict(Layout()),
         }
         assert httpx.get(f"{url}/v1/models").status_code == 401
         stream = client.completions.create(**PROMPT, max_tokens=300, stream=True)

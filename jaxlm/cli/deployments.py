@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlm import api
 from jaxlm.cli import rankings, steps
@@ -66,41 +66,74 @@ def show(experiment: "Experiment", arguments: argparse.Namespace, stack: "Stack"
     ranked, refused = api.plan_serving(
         experiment, arguments.on, objective=goal, chip=chip, stack=stack, searched=searched, **options
     )
-    for line in filter(None, (rankings.say_left_out(refused), rankings.say_stack(stack))):
+    for line in filter(None, (_say_limits(options), rankings.say_left_out(refused), rankings.say_stack(stack))):
         print_sentence(f"jaxlm: {line}", sys.stderr)
     if arguments.json:
         left_out = [{"target": target, "why": why} for target, why in refused.items()]
         print(json.dumps({**ranked[0].row(), "rows": [each.row() for each in ranked], "refused": left_out}))
         return 0
-    several = len({each.chip_id for each in ranked}) > 1 or bool(refused)
-    _table(ranked, str(ranked[0].demand) + ("" if several else f", on {arguments.on}"), several, searched).print()
+    if len({each.chip_id for each in ranked}) > 1 or refused:
+        _of_chips(ranked, searched).print()
+    else:
+        _of_sizes(ranked, f"{ranked[0].demand}, on {arguments.on}", searched).print()
     print()
     _best(ranked[0]).print()
     return 0
 
 
-def _table(ranked: list["Deployment"], title: str, several: bool, searched: tuple[str, ...]) -> TextTable:
-    """Return the table of deployments, with what was chosen of an engine."""
+def _say_limits(options: dict[str, Any]) -> str | None:
+    """Return what may be asked of the times of requests, where nothing is."""
+    if options["ttft"] is not None or options["tpot"] is not None:
+        return None
+    return (
+        "requests may wait for any time: --ttft 0.5 limits the first token of nine of ten, --tpot 0.03 each later one, "
+        "and --rate 5 says how many come in a second"
+    )
+
+
+def _of_sizes(ranked: list["Deployment"], title: str, searched: tuple[str, ...]) -> TextTable:
+    """Return the table of the best deployment of each size of a replica, with what was chosen of an engine."""
     chosen = [*names(*["weights"] * ("quantize" in searched)), *numbers(*["drafts"] * ("drafts" in searched))]
     layout = [*numbers("replicas × tensor", "batch"), *chosen, *numbers("memory")]
-    figures = numbers("TTFT", "p90", "TPOT", "tokens/s per chip", "$/Mtok out")
-    table = TextTable([*names(*["chips"] * several), *layout, *figures], title)
+    table = TextTable([*layout, *numbers("TTFT", "p90", "TPOT", "tokens/s per chip", "$/Mtok out")], title)
     for each in ranked:
         service, capacity = each.service, each.target.chip.device_capacity()
         table.add(
-            *[f"{each.chip_id}:{each.chips}"] * several,
             f"{each.replicas} × {each.devices}",
             str(each.slots),
             *[_width(each)] * ("quantize" in searched),
             *[str(each.work.drafts)] * ("drafts" in searched),
             f"{each.memory.total / capacity:.0%}",
             units.seconds(service.ttft),
-            units.seconds(service.ttft_p90),
-            units.seconds(service.tpot),
-            f"{each.output_tokens_per_s / each.chips:,.0f}",
-            units.or_dash(each.usd_per_million_output_tokens, "{:.3g}".format),
+            *_rates(each),
         )
     return table
+
+
+def _of_chips(ranked: list["Deployment"], searched: tuple[str, ...]) -> TextTable:
+    """Return the table of the best deployment of each kind of chips, whose rows fit a terminal of 80 columns: without
+    memory and mean TTFT."""
+    title = f"{ranked[0].demand}; layout: replicas × tensor"
+    title += "; engine: weights + drafts" if len(searched) > 1 else ""
+    heads = {("quantize",): "weights", ("drafts",): "drafts"}
+    chosen = names(*[heads.get(searched, "engine")] * bool(searched))
+    figures = numbers("p90 TTFT", "TPOT", "tok/s/chip", "$/Mtok")
+    table = TextTable([*names("chips"), *numbers("layout", "batch"), *chosen, *figures], title)
+    for each in ranked:
+        engine = [_width(each)] * ("quantize" in searched) + [str(each.work.drafts)] * ("drafts" in searched)
+        layout = f"{each.replicas} × {each.devices}", str(each.slots)
+        table.add(f"{each.chip_id}:{each.chips}", *layout, *["+".join(engine)] * bool(searched), *_rates(each))
+    return table
+
+
+def _rates(deployment: "Deployment") -> tuple[str, str, str, str]:
+    """Return the latencies that are limited, the rate of a chip and the price, as tables show them."""
+    return (
+        units.seconds(deployment.service.ttft_p90),
+        units.seconds(deployment.service.tpot),
+        f"{deployment.output_tokens_per_s / deployment.chips:,.0f}",
+        units.or_dash(deployment.usd_per_million_output_tokens, "{:.3g}".format),
+    )
 
 
 def _width(deployment: "Deployment") -> str:

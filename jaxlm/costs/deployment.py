@@ -199,31 +199,53 @@ class ServingSearch(NamedTuple):
     def on(self, target: Target) -> list[Deployment]:
         """Return the best deployment for each size of a replica, the best first. Raises InputError where none meets the
         demand."""
-        deployments, misses = [], []
-        for part in _parts(target):
-            candidates, start = [], 1
-            for of_width in self.engines:
-                if of_width[0].execution.quantize == "w8a8" and "int8" not in target.chip.peak_flops:
-                    continue
-                least = math.inf
-                for engine in of_width:
-                    if (replica := Replica.of(engine, part, self.demand, self.stack)) is None:
-                        break
-                    best = self._best(replica, target.chips // part.chips, start)
-                    if isinstance(best, str):
-                        misses.append(best)
-                        continue
-                    candidates.append(best)
-                    if best.value(self.goal) >= least:  # nor are more drafts better: each gives fewer tokens
-                        break
-                    least, start = best.value(self.goal), 1 << max(0, best.slots.bit_length() - 2)
-            if candidates:
-                deployments.append(self._first(candidates))
-        if not deployments:
-            raise InputError(f"nothing on {target} serves {self.demand}: {misses[-1] if misses else 'no mesh fits'}")
+        return self._ordered([*self._of_sizes(target)])
+
+    def best_on(self, target: Target) -> Deployment:
+        """Return the best deployment, without the sizes of a replica beyond one that is worse than a smaller one.
+        Raises InputError as `on` does."""
+        tried, least = [], math.inf
+        for each in self._of_sizes(target):
+            tried.append(each)
+            if each.value(self.goal) > (1 + TIE) * least:
+                break
+            least = min(least, each.value(self.goal))
+        return self._ordered(tried)[0]
+
+    def _ordered(self, deployments: list[Deployment]) -> list[Deployment]:
         deployments.sort(key=lambda each: each.value(self.goal))
         first = self._first(deployments)
         return [first, *(each for each in deployments if each is not first)]
+
+    def _of_sizes(self, target: Target) -> Iterator[Deployment]:
+        """Yield the best deployment for each size of a replica that has one, the smallest first. Raises InputError
+        where none has."""
+        miss, has_one, start = "no mesh fits", False, 1
+        for part in _parts(target):
+            candidates: list[Deployment] = []
+            try:
+                for of_width in self.engines:
+                    if of_width[0].execution.quantize == "w8a8" and "int8" not in target.chip.peak_flops:
+                        continue
+                    least = math.inf
+                    for engine in of_width:
+                        if (replica := Replica.of(engine, part, self.demand, self.stack)) is None:
+                            break
+                        best = self._best(replica, target.chips // part.chips, start)
+                        if isinstance(best, str):
+                            miss = best
+                            continue
+                        candidates.append(best)
+                        if best.value(self.goal) >= least:  # nor are more drafts better: each gives fewer tokens
+                            break
+                        least, start = best.value(self.goal), 1 << max(0, best.slots.bit_length() - 2)
+            except InputError as error:  # a figure that several devices need, such as that of a link, is not published
+                miss = str(error)
+            if candidates:
+                has_one = True
+                yield self._first(candidates)
+        if not has_one:
+            raise InputError(f"nothing on {target} serves {self.demand}: {miss}")
 
     def _first(self, deployments: list[Deployment]) -> Deployment:
         """Return the best of some deployments; in a tie the one of the simplest engine, and then of the fewest
@@ -363,7 +385,7 @@ def deployments(
     def best(target: Target) -> Deployment:
         if goal == "cost" and target.chip.usd_per_hour is None:
             raise InputError(f"{target.chip.id} has no published price")
-        return search.on(target)[0]
+        return search.best_on(target)
 
     ranked, refused = every.planned(best)
     return DeploymentRanking(sorted(ranked, key=lambda each: each.value(goal)), refused)

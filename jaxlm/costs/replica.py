@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from jaxlm import config
 from jaxlm.costs.counted.memory import Memory
@@ -14,7 +15,7 @@ from jaxlm.costs.queueing import EngineLoad, StepSeconds
 from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.timing.step_time import step_time
-from jaxlm.costs.workload import Workload
+from jaxlm.costs.workload import Workload, memoized
 from jaxlm.inference.step_shapes import TILE
 from jaxlm.parallel.layout_choice import with_shards
 from jaxlm.parallel.rules import ENGINE
@@ -40,6 +41,11 @@ class Replica:
     demand: Demand
     stack: Stack = JAXLM
 
+    @cached_property
+    def answers(self) -> dict[tuple, Any]:
+        """The results of memoized methods, by method and arguments: a search comes back to a number of slots."""
+        return {}
+
     @classmethod
     def of(cls, work: Workload, target: Target, demand: Demand, stack: Stack = JAXLM) -> "Replica | None":
         """Return the engine that decodes as `work` says, on all devices of a target; None where they do not divide a
@@ -54,6 +60,7 @@ class Replica:
         """Return the decoding step of all slots."""
         return replace(self.base, batch=slots)
 
+    @memoized
     def memory(self, slots: int) -> Memory:
         """Return the memory of a device in the largest step, with all slots at the end of their output."""
         work = replace(self.with_slots(slots), sequence=self.demand.prompt + self.demand.output)
@@ -78,6 +85,7 @@ class Replica:
             slots, beyond = (middle, beyond) if self.holds(middle, None) else (slots, middle)
         return slots
 
+    @memoized
     def loads(self, slots: int) -> _Loads:
         """Return the load that the requests are for this engine."""
         work = self.with_slots(slots)

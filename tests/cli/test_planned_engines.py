@@ -29,8 +29,17 @@ def test_what_a_search_chose_of_an_engine_is_in_the_table(capsys):
 
 
 def test_chips_are_compared_each_with_its_best_engine(capsys):
-    said = planned(capsys, "--on", "all:1", *SERVE, *AUTO, "inference.sequences=8", model="qwen3-0.6b")
-    assert max(map(len, said.splitlines())) <= 80 and "w8a8" in said
+    """Each in one line; and what may be limited is said where nothing is."""
+    assert main(["plan", "qwen3-0.6b", "--on", "all:1", *SERVE, *AUTO, "inference.sequences=8"]) == 0
+    said, remarks = capsys.readouterr()
+    assert max(map(len, said.splitlines())) <= 80
+    rows = said.partition("─\n")[2].partition("\n\n")[0].splitlines()
+    assert len(rows) > 15 and all(re.match(r"\S+:1 +1 × 1 +8 +\S+\+\d ", row) for row in rows)
+    assert any("w8a8+" in row for row in rows)
+    limits = "--ttft 0.5 limits the first token of nine of ten, --tpot 0.03 each later one"
+    assert limits in " ".join(remarks.split())
+    assert main(["plan", "qwen3-0.6b", "--on", "l4:1", *SERVE, "--tpot", "50ms"]) == 0
+    assert "limits the first token" not in " ".join(capsys.readouterr().err.split())
 
 
 def test_values_that_are_given_are_no_search(capsys):

@@ -122,7 +122,7 @@ def _draws(work: Workload) -> Iterator[Operation]:
         yield Operation("draw", "forward", times, None, least, max(least, each.bytes), each.flops, kind="draw")
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2048)
 def _computed(work: Workload) -> tuple[Operation, ...]:
     """Return the operations of forward and backward pass on one device."""
     device, operations = device_step(work), []

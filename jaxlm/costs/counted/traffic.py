@@ -1,5 +1,6 @@
 """Collectives of a step: those that XLA's partitioner places for the sharding rules (`jaxlm.parallel.rules`)."""
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -40,15 +41,22 @@ class Collective(NamedTuple):
 
 def collectives(work: Workload) -> list[Collective]:
     """Return all collectives of a step, except over axes of size 1; in inference those of all steps of the engine."""
+    if work.layout.size == 1:
+        return []
     if work.kind != "train" and work.engine_steps is None:
         return [each for restricted in work.by_step_shape() for each in collectives(restricted)]
+    return [*_collectives(work)]
+
+
+@functools.lru_cache(maxsize=2048)
+def _collectives(work: Workload) -> tuple[Collective, ...]:
     device = device_step(work)
     placed = [*_parameters(device), *_residual(device), *_operands(device), *_statistics(device)]
     if work.kind != "train":
         placed += _draws(work)
     else:
         placed += [*_copies(device), *_adapters(device), *_sums(work), *_optimizer(work)]
-    return [c for c in placed if work.layout.over(c.axes) > 1 and c.times * c.bytes]
+    return tuple(c for c in placed if work.layout.over(c.axes) > 1 and c.times * c.bytes)
 
 
 def _draws(work: Workload) -> Iterator[Collective]:

@@ -25,6 +25,7 @@ class DecodeSpeed(NamedTuple):
       read_bytes: the least bytes that a device reads in a step, as counted.
       read_s: seconds in which they can be read, by a sum over a large array.
       share_of_read_bound: `read_s` over `median_step_s`.
+      steps_per_dispatch: the steps that one program runs.
       tokens_per_step, rows_per_step: of a sequence, the mean tokens that are drawn and rows that are read, a row of
         each draft; 1 without drafts.
       counted_speed_up: with drafts, by how much they raise the tokens in a second, if steps take the time to read their
@@ -40,6 +41,7 @@ class DecodeSpeed(NamedTuple):
     read_bytes: int
     read_s: float
     share_of_read_bound: float
+    steps_per_dispatch: int
     tokens_per_step: float
     rows_per_step: float
     counted_speed_up: float
@@ -63,7 +65,7 @@ def bench_decode(
       rows: sequences.
       context: tokens of each prompt.
       text: the tokens of the prompts, one after the other; random ones where it is not given.
-      steps: of a block.
+      steps: of a block; where a dispatch has more, each has one.
       bytes_per_s: the bandwidth of a sum over a large array; measured where it is not given.
       progress: takes what is being done, and returns a context for it.
 
@@ -87,13 +89,19 @@ def bench_decode(
     model.set_engine(replace(settings, slots=rows, context=longest))
     try:
         with progress(f"{rows} sequences of {context} tokens"):
+            runner = model.engine().runner
+            if steps >= runner.programs.steps_of(runner.programs.shapes.decode[-1]):
+                runner.warm_multi_step()
+            together = runner.steps_of(rows)
             run = decode_steps(model.engine(), rows, context, (blocks + 1) * steps, text=text)
             for _ in range(blocks + 1):
                 start = time.perf_counter()
                 before = model.engine().drafted
-                drawn.append(run(steps) / (steps * rows))
-                rows_read.append(1 + (model.engine().drafted - before) / (steps * rows))
-                times.append((time.perf_counter() - start) / steps)
+                tokens = run(max(1, steps // together))
+                ran = steps if drafts else tokens / rows
+                drawn.append(tokens / (ran * rows))
+                rows_read.append(1 + (model.engine().drafted - before) / (ran * rows))
+                times.append((time.perf_counter() - start) / ran)
         dtype = str(model.engine().runner.programs.dtype)
         rows_with_drafts = round(rows * statistics.mean(rows_read[1:]))
         length = context + len(times) * steps // 2
@@ -114,6 +122,7 @@ def bench_decode(
         read_bytes=read_bytes,
         read_s=read_s,
         share_of_read_bound=read_s / step_s,
+        steps_per_dispatch=together,
         tokens_per_step=tokens,
         rows_per_step=statistics.mean(rows_read[1:]),
         counted_speed_up=tokens * one / read_bytes,

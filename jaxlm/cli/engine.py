@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 # The keys of [inference] that an engine reads.
 _READ = tuple(
     f"inference.{key}"
-    for key in ("sequences", "context", "page", "chunk_tokens", "cache_memory", "cache_dtype", "speculate")
+    for key in (
+        *("sequences", "context", "page", "chunk_tokens", "cache_memory", "cache_dtype", "speculate"),
+        "steps_per_dispatch",
+    )
 )
 
 
@@ -60,6 +63,17 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="the most prompt tokens processed in a step (inference.chunk_tokens)",
+    )
+    add_steps_per_dispatch(parser)
+
+
+def add_steps_per_dispatch(parser: argparse.ArgumentParser) -> None:
+    """Add the steps that one program runs."""
+    parser.add_argument(
+        "--steps-per-dispatch",
+        type=_positive,
+        metavar="N",
+        help="decoding steps that one program runs where no request waits (inference.steps_per_dispatch)",
     )
 
 
@@ -120,6 +134,7 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, tuple[str, int | str]]:
         "cache_memory": ("--cache-memory", arguments.cache_memory),
         "cache_dtype": ("--cache-dtype", arguments.cache_dtype),
         "chunk_tokens": ("--chunk-tokens", arguments.chunk_tokens),
+        "steps_per_dispatch": ("--steps-per-dispatch", arguments.steps_per_dispatch),
         "speculate": ("--speculate", getattr(arguments, "speculate", None)),
     }
     return {key: (option, value) for key, (option, value) in options.items() if value is not None}

@@ -34,7 +34,7 @@ _NEEDS = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
 # The same for all processes.
-_SIZES = ("slots", "max_context", "cache_memory", "cache_dtype", "chunk_tokens", "speculate")
+_SIZES = ("slots", "max_context", "cache_memory", "cache_dtype", "chunk_tokens", "speculate", "steps_per_dispatch")
 _SAME = ("adapters", "overrides", "checkpoint", "ema", "quantize", *_SIZES, "dtype", "fast")
 
 # Type, metavar, default and explanation of each limit.

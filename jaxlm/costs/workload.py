@@ -71,7 +71,8 @@ class Workload:
         `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of the run, None
         where they follow from text that is not read.
         `dropout`: whether numbers are dropped. `average`: whether an average of the parameters is kept beside them.
-      page, chunk_tokens, cache_dtype, engine_steps, is_padded: in inference alone. `page`: tokens of a page.
+      page, chunk_tokens, cache_dtype, steps_per_dispatch, engine_steps, is_padded: in inference alone, the fourth as
+        `EngineSettings` has it but for an engine that is warm. `page`: tokens of a page.
         `chunk_tokens`: the most rows of prompts in a step, on each shard. `cache_dtype`: of pages of eight bits.
         `engine_steps`: the steps of one shape that this workload is restricted to; None: all steps that its tokens
         need. `is_padded`: whether padding rows and padding keys of the engine are counted.
@@ -99,6 +100,7 @@ class Workload:
     page: int = EngineSettings.page
     chunk_tokens: int = EngineSettings.chunk_tokens
     cache_dtype: CacheDtype | None = None
+    steps_per_dispatch: int | None = None
     drafts: int = 0
     acceptance: float = 0.0
     draft_model: PlannedDraftModel | None = None
@@ -127,6 +129,7 @@ class Workload:
         if kind != "train":
             inference = experiment.inference
             sizes = {"page": inference.page, "chunk_tokens": inference.chunk_tokens}
+            sizes["steps_per_dispatch"] = inference.steps_per_dispatch
             work = replace(work, **sizes, cache_dtype=inference.cache_dtype)
             return work if kind == "prefill" else work._speculating(inference)
         training = experiment.training
@@ -359,14 +362,6 @@ class Workload:
     def passes(self) -> int:
         """Forward passes that follow one another: microbatches, or the engine's steps of the one shape."""
         return self.microbatches if self.engine_steps is None else self.engine_steps.times
-
-    @property
-    def dispatches(self) -> int:
-        """Programs that are started one after the other: one for a step of training, or two for each step of the
-        engine: the step and its draw."""
-        if self.kind == "train":
-            return 1
-        return 2 * sum(work.passes for work in self.by_step_shape())
 
     @memoized
     def rows(self) -> int:

@@ -53,6 +53,11 @@ class InferenceConfig(Section):
     ] = None
     """Drafts of next tokens, which a step reads before they are drawn: `ngram` looks them up in the text, and a model
     of the same tokens draws them; `:N` is the most of a sequence in a step. They change no text."""
+    steps_per_dispatch: Annotated[
+        Count | None, InWords(default="in servers and bench what takes about 20 ms, at most 8; else 1")
+    ] = None
+    """Decoding steps that one program runs where no request waits, so that the host is asked less often: tokens come in
+    so many at a time, and a new request waits for them. They change no text."""
     acceptance: Annotated[float, Field(ge=0, le=1)] = 0.6
     """In a plan, the probability that a draft is right where those before it are."""
     length: Annotated[Count, _SIZE]
@@ -71,5 +76,6 @@ class InferenceConfig(Section):
             page=self.page,
             chunk_tokens=self.chunk_tokens,
             speculation=Speculation.parse(self.speculate) if self.speculate else None,
+            steps_per_dispatch=self.steps_per_dispatch,
             **more,
         )

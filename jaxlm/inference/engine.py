@@ -122,6 +122,7 @@ class Engine:
             max_context=self.longest,
             drafts=settings.drafts,
             worth=self._worth,
+            steps_of=self.runner.steps_of,
         )
         self._lock = threading.Lock()
         self._read_at = 0.0  # when the last step was read, if another one was under way
@@ -272,30 +273,36 @@ class Engine:
             plan = self._scheduler.plan()
             events = [Event(failed.id, end="error", error=_no_room()) for failed in self._scheduler.failed()]
         # A generation that is cancelled meanwhile has its rows computed and dropped.
-        done = self._ahead
+        done, late = self._ahead, None
+        self._ahead = None
         if done is None:
             self._read_at = time.monotonic()
-        begun = plan and self.runner.begin(plan)
-        # Where a grammar waits for the draw before, tokens are drawn behind it, while the devices read the rows.
-        is_late = begun is not None and any(generation.awaits_draw for generation in begun.plan.draws)
-        self._ahead = self.runner.draw(begun) if begun is not None and not is_late else None
+        if plan is not None and plan.steps > 1:
+            self._ahead = self.runner.run(plan)
+        elif plan is not None:
+            begun = self.runner.begin(plan)
+            # Where a grammar waits for the draw before, tokens are drawn behind it, while the devices read the rows.
+            if any(generation.awaits_draw for generation in plan.draws):
+                late = begun
+            else:
+                self._ahead = self.runner.draw(begun)
         if done is None:
             return events
         reading = self.runner.read(done)
-        self._note_time(done, is_followed=begun is not None)
+        self._note_time(done, is_followed=plan is not None)
         with self._lock:
-            for chunk in done.begun.plan.chunks:
+            for chunk in done.plan.chunks:
                 if chunk.scored and not chunk.generation.end:
                     events.append(Event(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
-            events += self._committed(done.begun.plan, reading)
-        if begun is not None and is_late:
-            self._ahead = self.runner.draw(begun)
+            events += self._committed(done.plan, reading)
+        if late is not None:
+            self._ahead = self.runner.draw(late)
         return events
 
     def _note_time(self, done: PendingStep, is_followed: bool) -> None:
         """Measure a step that was read now, from when the step before it was read, or else from when it was planned."""
         began, self._read_at = self._read_at, time.monotonic() if is_followed else 0.0
-        shape = done.begun.shape
+        shape = done.shape
         if self._worth and began and not shape.tiles:
             self._worth.note(shape.decode, time.monotonic() - began)
 

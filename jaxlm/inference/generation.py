@@ -131,9 +131,9 @@ class Generation:
         return self.tokens[: self.unscored.start + 1] if self.unscored else self.tokens
 
     def decode(self, run: "DecodeRun") -> None:
-        """Count a run that is dispatched: it reads a token at least, if it begins below its limit."""
-        self.computed += self.computed < run.limit
-        self.reach = max(self.reach, min(self.reach + 1 + run.drafts, run.limit))
+        """Count a run that is dispatched: it reads a token in each step at least, while these are below its limit."""
+        self.computed += max(0, min(run.steps, run.limit - self.computed))
+        self.reach = max(self.reach, min(self.reach + run.steps + run.drafts, run.limit))
 
     def settle(self) -> None:
         """Count anew what is dispatched of a generation with pages: all tokens that were read back but the last, and
@@ -148,13 +148,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """Rows of a step that read the last token of a generation, and up to `drafts` tokens that may follow it; those at
-    positions from `limit` on are not read. `tokens`: these, where they come from the host."""
+    """Rows of a step that read the last token of a generation, and up to `drafts` tokens that may follow it; or without
+    drafts a row in each of several steps. Tokens at positions from `limit` on are not read. `tokens`: the drafts, where
+    they come from the host."""
 
     generation: Generation
     drafts: int
     limit: int
     tokens: tuple[int, ...] = ()
+    steps: int = 1
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ _READS = 9
 def decode_steps(
     engine: Engine, rows: int, context: int, steps: int, seed: int = 0, text: Sequence[int] | None = None
 ) -> Callable[[int], int]:
-    """Return a function that runs so many steps, in each of which `rows` sequences draw a token, or with drafts
-    several, and that returns how many tokens were drawn.
+    """Return a function that runs so many dispatches, in each of which `rows` sequences draw a token, or several where
+    a dispatch has several steps (`Runner.steps_of`) or drafts, and that returns how many tokens were drawn.
 
     Each sequence begins with `context` tokens, random ones or a part of a text, which are read before this function
     returns, and draws the likeliest token; no token ends a sequence.

@@ -18,13 +18,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
+from jaxlm.inference.multi_step import multi_step
 from jaxlm.inference.ngrams import NO_DRAFT
 from jaxlm.inference.paged_cache import Arrays, PageLayout
 from jaxlm.inference.proposal import DraftRows, propose
-from jaxlm.inference.ragged_step import Batch, DrawRows, NextTokens, SlotState, StepResults, draw, ragged_step
+from jaxlm.inference.ragged_step import (
+    Batch,
+    DrawResults,
+    DrawRows,
+    NextTokens,
+    SlotState,
+    StepResults,
+    draw,
+    ragged_step,
+)
 from jaxlm.inference.sampling import RowSampling
 from jaxlm.inference.settings import CacheDtype, EngineSettings
-from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes
+from jaxlm.inference.step_shapes import FEWEST, TILE, StepShape, StepShapes, steps_per_dispatch
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.adapter_set import AdapterSet
 from jaxlm.models.config import ModelConfig
@@ -35,7 +45,7 @@ from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.collectives import on_each_shard
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding, replicated, using_rules
-from jaxlm.parallel.program import MeshProgram
+from jaxlm.parallel.program import MeshProgram, bytes_on_device
 from jaxlm.parallel.rules import ENGINE
 from kernels_pallas.core import target
 
@@ -60,6 +70,7 @@ class EnginePrograms:
       kernels: `execution.kernels`.
       quantized: the form of the matrices of layers; None where they are in `dtype`.
       adapters: those beside the matrices; None where there are none.
+      steps: the decoding steps of a dispatch where nothing waits; None for those of `steps_per_dispatch`.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -77,6 +88,7 @@ class EnginePrograms:
     quantized: Quantization | None = None
     cache_dtype: CacheDtype | None = None
     adapters: AdapterSet | None = None
+    steps: int | None = None
 
     @classmethod
     def of(
@@ -93,7 +105,8 @@ class EnginePrograms:
         slots = -(-settings.slots // _shards(mesh))
         history = min(model.context_length, settings.context or model.context_length) if settings.looks_up else 0
         sizes = settings.page, slots, settings.chunk_tokens, settings.exact, settings.drafts, history
-        return cls(model, mesh, dtype, *sizes, kernels, quantized, settings.cache_dtype, adapters)
+        steps = settings.steps_per_dispatch
+        return cls(model, mesh, dtype, *sizes, kernels, quantized, settings.cache_dtype, adapters, steps)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
@@ -102,6 +115,10 @@ class EnginePrograms:
             raise InputError(
                 "speculation takes back the tokens that it has guessed wrongly, which the state of a recurrent layer "
                 "cannot; leave out --speculate for this model"
+            )
+        if self.drafts and (self.steps or 1) > 1:
+            raise InputError(
+                f"inference.steps_per_dispatch = {self.steps} is of steps without drafts; leave it out, or --speculate"
             )
 
     @property
@@ -129,6 +146,12 @@ class EnginePrograms:
         # Before the kernel of one row a matrix of bfloat16 is widened.
         takes_one = self.is_on_cpu and not self.exact and self.dtype == jnp.float32
         return StepShapes(self.slots, self.chunk_tokens, 1 if takes_one else FEWEST, self.drafts)
+
+    def steps_of(self, decode: int) -> int:
+        """Return the steps of a dispatch in which so many rows decode and nothing waits."""
+        if self.drafts:
+            return 1
+        return self.steps or steps_per_dispatch(self._weight_bytes, decode, self.platform)
 
     @cached_property
     def weights(self) -> WeightLayout:
@@ -225,6 +248,22 @@ class EnginePrograms:
             operands = *operands, self._on_all(jax.ShapeDtypeStruct(size, jnp.uint32))
         return self._program(drawing, operands, out_shardings=(self.by_shards, self._whole), donate_argnums=0)
 
+    def multi_step(self, decode: int, cache: CacheSize) -> MeshProgram:
+        """Return the program of `steps_of` steps with their draws, of rows that decode on each shard, which gives up
+        the pages and the state. All devices get the tokens."""
+
+        def multi(
+            parameters: Tree, pages: Arrays, state: SlotState, batch: Batch, valid_V: jax.Array
+        ) -> tuple[Arrays, SlotState, DrawResults]:
+            module = partial(self.weights.module, parameters, batch.adapter_R)
+            return multi_step(module, self.layout, self.steps_of(decode), pages, state, batch, valid_V)
+
+        on_shards = on_each_shard(multi, "batch", (False, True, True, True, False))
+        batch = self._on_all(self.empty_batch(StepShape(decode, 0, TILE), cache))
+        operands = self.abstract_parameters(), self.abstract_pages(cache), self._state, batch, self._valid_token_mask
+        outputs = self.page_shardings(cache), self.by_shards, self._whole
+        return self._program(on_shards, operands, out_shardings=outputs, donate_argnums=(1, 2))
+
     def empty_draft_rows(self, sequences: int, cache: CacheSize) -> DraftRows:
         """Return the operands of `proposal` for no sequence, of all shards."""
         count, pages = self.shards * sequences, -(-cache.context // self.layout.size)
@@ -275,6 +314,10 @@ class EnginePrograms:
     def abstract_parameters(self) -> Tree:
         """Return the shapes and shardings of the parameters as they are kept."""
         return self.weights.abstract_stored(self.dtype, self.mesh, ENGINE)
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        return bytes_on_device(self.abstract_parameters())
 
     @cached_property
     def _whole(self) -> NamedSharding:
@@ -330,6 +373,12 @@ def compiled_proposal(programs: EnginePrograms, cache: CacheSize, sequences: int
 def compiled_draw(programs: EnginePrograms, draws: int, *, is_masked: bool = False) -> jax.stages.Compiled:
     """Return the compiled draw of so many tokens."""
     return programs.draw(draws, is_masked=is_masked).kept("draw", programs, draws, is_masked)
+
+
+@lru_cache(maxsize=_KEPT)
+def compiled_multi_step(programs: EnginePrograms, cache: CacheSize, decode: int) -> jax.stages.Compiled:
+    """Return the compiled steps of one dispatch, of so many rows that decode."""
+    return programs.multi_step(decode, cache).kept("multi_step", programs, decode, cache)
 
 
 @lru_cache(maxsize=_KEPT)

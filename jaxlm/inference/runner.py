@@ -18,6 +18,7 @@ from jaxlm.inference.programs import (
     EnginePrograms,
     compiled_draw,
     compiled_gather,
+    compiled_multi_step,
     compiled_put,
     compiled_step,
     empty_pages,
@@ -48,10 +49,14 @@ class BegunStep:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was dispatched and not read."""
+    """A step, or several of one program, that was dispatched and not read. `scored`: the last four fields of
+    `StepResults`. The other fields are as `BegunStep` and `multi_step` have them."""
 
-    begun: BegunStep
+    plan: StepPlan
+    shape: StepShape
     draws: DrawResults
+    scored: tuple[jax.Array, ...] = ()
+    hidden_QD: jax.Array | None = None
 
 
 class SlotSampling(NamedTuple):
@@ -144,6 +149,8 @@ class Runner:
         # Steps look their programs up by shape alone: comparing models takes time.
         self._step = cache(partial(compiled_step, programs, self.cache))
         self._draw = cache(partial(compiled_draw, programs))
+        self._multi_step = cache(partial(compiled_multi_step, programs, self.cache))
+        self._steps: dict[int, int] = {}  # of a dispatch, by the rows that decode, where its program is there
         self._loaded: set[tuple[StepShape, bool]] = set()  # shapes whose step and draw are there
         self._gather = cache(partial(compiled_gather, programs))
         self._put = cache(partial(compiled_put, programs))
@@ -167,6 +174,7 @@ class Runner:
         with ThreadPoolExecutor() as pool:
             compiling = [*map(partial(pool.submit, self._step), self._shapes[scores])]
             draws = [partial(self._draw, is_masked=is_masked) for is_masked in {False, masks}]
+            compiling.append(pool.submit(self.warm_multi_step))
             for program in (*draws, self._gather) if self.programs.shards > 1 else draws:
                 compiling += [*map(partial(pool.submit, program), self.programs.shapes.decode)]
             if self._drafter:
@@ -176,6 +184,28 @@ class Runner:
         self._set_slot((0, self._slots), SlotSampling(GREEDY))
         self._count((0, self._slots), [], 0)
         self._remember((0, self._slots), [])
+
+    def warm_multi_step(self) -> None:
+        """Compile the programs of several steps. Plans have several from then on, or at once where their number is
+        given: compiling takes longer than they save in a few texts."""
+        for decode in self.programs.shapes.decode:
+            if (steps := self.programs.steps_of(decode)) > 1:
+                self._multi_step(decode)
+                self._steps[decode] = steps
+
+    def steps_of(self, rows: int) -> int:
+        """Return the steps of a dispatch in which so many rows decode on a shard and nothing waits."""
+        decode = next(n for n in self.programs.shapes.decode if n >= rows)
+        return self.programs.steps or self._steps.get(decode, 1)
+
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Start the several steps of a plan, with their draws, and return at once."""
+        shape = self._shape(plan)
+        batch = self._batch(plan, shape)
+        self._pages, self._state, draws = self._multi_step(shape.decode)(
+            self._parameters, self._pages, self._state, batch, self._valid_token_mask
+        )
+        return PendingStep(plan, shape, draws)
 
     def begin(self, plan: StepPlan) -> BegunStep:
         """Start to read the rows of a step and return at once. `draw` must follow before another step begins."""
@@ -217,7 +247,7 @@ class Runner:
         self._state, draws = drawing(self._state, begun.results.logits_QV, rows, self._valid_token_mask, *masks)
         if self._drafter and not all(generation.matcher for generation in begun.plan.draws):
             self._state = self._drafter.propose(shape, self._state, batch)
-        return PendingStep(begun, draws)
+        return PendingStep(begun.plan, shape, draws, tuple(begun.results[2:]), begun.hidden_QD)
 
     def _load(self, shape: StepShape, *, is_masked: bool) -> None:
         """Have the two programs of a step, made at a time where they are asked for the first time."""
@@ -273,22 +303,21 @@ class Runner:
 
     def read(self, step: PendingStep) -> Reading:
         """Wait for a step and return its results."""
-        begun = step.begun
-        draws, hidden_QD, *scored = jax.device_get((step.draws, begun.hidden_QD, *begun.results[2:]))
+        draws, hidden_QD, *scored = jax.device_get((step.draws, step.hidden_QD, *step.scored))
+        steps = len(draws.accepted_Q) // (len(step.plan.shards) * step.shape.decode)  # that a row has draws of
         tokens, foreseen, hidden, scores = {}, set(), {}, {}
-        for index, shard in enumerate(begun.plan.shards):
-            first = index * begun.shape.decode
+        for index, shard in enumerate(step.plan.shards):
+            first = index * step.shape.decode
             for part, rows in shard.rows_of_draws():
                 generation = part.generation
-                accepted = [
-                    row for row in range(first + rows.start, first + rows.stop) if draws.accepted_Q[row] != REFUSED
-                ]
+                of_rows = range(steps * (first + rows.start), steps * (first + rows.stop))
+                accepted = [row for row in of_rows if draws.accepted_Q[row] != REFUSED]
                 tokens[generation.id] = [_token(draws.drawn, row) for row in accepted]
                 if accepted and draws.accepted_Q[accepted[-1]] == FORESEEN:
                     foreseen.add(generation.id)
                 if hidden_QD is not None:
                     hidden[generation.id] = hidden_QD[accepted]
-            first = index * begun.shape.tiles * TILE
+            first = index * step.shape.tiles * TILE
             for chunk in shard.chunks:
                 if chunk.scored:
                     rows = chunk.scored

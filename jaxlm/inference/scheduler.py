@@ -4,7 +4,7 @@ import bisect
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jaxlm.core.errors import InputError
@@ -64,9 +64,10 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The rows of one step, by shard."""
+    """The rows of one step, by shard. `steps`: how often those that decode are read, each time with what they drew."""
 
     shards: tuple[ShardPlan, ...]
+    steps: int = 1
 
     @property
     def draws(self) -> list[Generation]:
@@ -132,6 +133,7 @@ class Scheduler:
       max_context: the most tokens of a sequence.
       drafts: the most drafts that a generation reads in a step.
       worth: says which drafts are read; None where `drafts` is 0.
+      steps_of: returns the steps of a dispatch in which so many rows of a shard decode and nothing waits.
 
     `preemptions` counts the times that a generation lost its pages, `drafted` the drafts that steps have read, and
     `accepted` those of them that were drawn.
@@ -149,11 +151,13 @@ class Scheduler:
         max_context: int,
         drafts: int = 0,
         worth: DraftWorth | None = None,
+        steps_of: Callable[[int], int] = lambda _: 1,
     ):
         if not 1 <= tile <= chunk_tokens or min(slots, max_queued, max_context) < 1:
             raise InputError("a scheduler has a slot, a place in the queue and a tile of chunk_tokens, at least")
         self._shards = [Shard(index, each, slots) for index, each in enumerate(pages)]
         self._tile, self._tiles, self._drafts, self._worth = tile, chunk_tokens // tile, drafts, worth
+        self._steps_of = steps_of
         self._max_queued, self._max_queued_tokens = max_queued, max_queued_tokens
         self._longest = int(min(pages[0].capacity, max_context))
         self._ids = itertools.count()
@@ -256,6 +260,7 @@ class Scheduler:
         for shard in self._shards:
             shard.tiles = self._tiles
         rows, is_open, worth = [_Rows() for _ in self._shards], True, self._least_worth()
+        steps = self._steps_together()
         under_way = sorted(itertools.chain.from_iterable(shard.admitted for shard in self._shards), key=_order)
         waiting = self._waiting_for_draws(under_way, worth)
         if waiting is None:
@@ -294,16 +299,16 @@ class Scheduler:
                     if not generation.pending:
                         tokens = tuple(generation.drafts.worth(generation.acceptance, worth))
                         drafts = len(tokens)
-                most = min(generation.reach + 1 + drafts, generation.request.most_tokens)
+                most = min(generation.reach + steps + drafts, generation.request.most_tokens)
                 limit = self._extended(generation, start + 1, most, later)
                 if limit == start:
                     continue
-                run = DecodeRun(generation, drafts, limit, tokens)
+                run = DecodeRun(generation, drafts, limit, tokens, steps)
                 rows[shard.index].decode.append(run)
                 generation.pending.append(run)
                 generation.decode(run)
         self._planned = tuple(generation for each in rows for generation in each.generations)
-        return StepPlan(tuple(each.planned() for each in rows)) if self._planned else None
+        return StepPlan(tuple(each.planned() for each in rows), steps) if self._planned else None
 
     def commit(
         self, plan: StepPlan, drawn: Mapping[int, Sequence[int]], foreseen: Collection[int] = ()
@@ -347,6 +352,18 @@ class Scheduler:
             if count:
                 taken.append((generation, count))
         return taken
+
+    def _steps_together(self) -> int:
+        """Return the steps of the next dispatch: several where each generation draws, none waits, no draw waits for
+        another, and some have as many tokens to draw."""
+        drawing = [[each for each in shard.admitted if not each.is_drawn] for shard in self._shards]
+        generations = [*itertools.chain.from_iterable(drawing)]
+        if self._waiting or not generations:
+            return 1
+        if any(each.is_reading or each.matcher or each.request.hidden for each in generations):
+            return 1
+        steps = self._steps_of(max(map(len, drawing)))
+        return steps if max(each.request.most_tokens - each.computed for each in generations) >= steps else 1
 
     def _least_worth(self) -> float:
         """Return how probable a draft must be to be read in the next step: there, by the shard that decodes most."""

@@ -44,6 +44,8 @@ class EngineSettings:
       exact: compute each row in one way on a CPU, whatever shares its step; if false, XLA may choose another way for
         each number of rows.
       speculation: the drafts of next tokens, which a step reads before they are drawn; None for none.
+      steps_per_dispatch: the decoding steps of one program where no request waits; None is 1 until the engine is
+        warmed, or with drafts, and then as many as take 20 ms (`step_shapes.steps_per_dispatch`).
     """
 
     context: int | None = None
@@ -56,6 +58,7 @@ class EngineSettings:
     max_queued_tokens: int = 1 << 40
     exact: bool = True
     speculation: Speculation | None = None
+    steps_per_dispatch: int | None = None
 
     @property
     def drafts(self) -> int:

@@ -8,6 +8,37 @@ TILE = 32  # rows of a prompt that read their keys together
 FEWEST = 2  # rows of the smallest program: one row goes to another kernel than several
 _FEW = 8  # rows that decode in a smaller program than that of all
 
+_MOST_STEPS = 8  # of a dispatch
+_DISPATCH_SECONDS = 0.02  # that the steps of a dispatch may take, since what comes meanwhile waits for them
+
+
+class _StepRates(NamedTuple):
+    """The rates of a slow device of a platform: bytes per second, the rows that take no longer than one row to multiply
+    by weights, and seconds for each row whatever the model."""
+
+    bytes_per_s: float
+    free_rows: int
+    row_s: float
+
+
+# Of a CPU as measured (2 cores with AVX-512); of GPUs and TPUs about the least published bandwidths of those served on.
+_RATES = {
+    "cpu": _StepRates(1e10, 8, 0.15e-3),
+    "gpu": _StepRates(1e12, 256, 1e-6),
+    "tpu": _StepRates(8e11, 256, 1e-6),
+}
+
+
+def steps_per_dispatch(weight_bytes: float, rows: int, platform: str) -> int:
+    """Return how many steps of so many rows, which read so many bytes of weights on each device, one program runs where
+    no request waits: a power of 2, as many as take 20 ms at most, and at most 8."""
+    rates = _RATES[platform]
+    seconds = weight_bytes / rates.bytes_per_s * max(1.0, rows / rates.free_rows) + rows * rates.row_s
+    steps = 1
+    while 2 * steps <= _MOST_STEPS and 2 * steps * seconds <= _DISPATCH_SECONDS:
+        steps *= 2
+    return steps
+
 
 class StepShape(NamedTuple):
     """The rows of a step, which a program is compiled for: `decode` rows of sequences that decode, and `tiles` runs of

@@ -1,7 +1,8 @@
 """Measure decoding: the time of a step, in which each sequence gets one token, beside the time to read its bytes.
 
-Prompts are random tokens. Blocks of steps are timed after a warm-up block, and the median is shown. The bytes are the
-least that a step must read, as counted; the bandwidth is that of summing a large array, measured first.
+Prompts are random tokens. A dispatch has as many steps as in a server (inference.steps_per_dispatch). Blocks of steps
+are timed after a warm-up block, and the median is shown. The bytes are the least that a step must read, as counted; the
+bandwidth is that of summing a large array, measured first.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from jaxlm.core.errors import InputError
 
 # Sizes where none is given and the model's context is long enough for them.
 _SIZES = {"context": 500, "blocks": 12, "steps": 10}
+_GIVEN = ("cache_dtype", "speculate", "steps_per_dispatch")  # keys of [inference] that are options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_cache_dtype(parser)
     engine.add_speculation(parser)
+    engine.add_steps_per_dispatch(parser)
     engine.add_dtype(parser)
     engine.add_fast(parser)
     out.add_arguments(parser)
@@ -50,8 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
         if (number := getattr(arguments, name)) is not None and number < 1:
             raise InputError(f"--{name} {number} must be 1 or more")
     out.check(arguments)
-    reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory", "cache_dtype", "speculate")]
-    given = {"speculate": arguments.speculate, "cache_dtype": arguments.cache_dtype}
+    reads = [f"inference.{key}" for key in ("page", "chunk_tokens", "cache_memory", *_GIVEN)]
+    given = {key: getattr(arguments, key) for key in _GIVEN}
     overrides = [f"inference.{key}={value}" for key, value in given.items() if value is not None]
     model = trained.load(arguments, reads, arguments.dtype, overrides=overrides)
     model.set_engine(replace(model.settings, exact=not arguments.fast))
@@ -100,12 +103,15 @@ def _show(figures: dict[str, Any]) -> None:
 
     dtypes = ", ".join(dict.fromkeys(case["dtype"] for case in figures["cases"]))
     title = f"{figures['model']} in {dtypes}, {'exact' if figures['exact'] else 'fast'}"
-    table = TextTable(numbers("sequences", "tokens", "ms a step", "tokens/s", "read in ms", "share"), title)
+    table = TextTable(
+        numbers("sequences", "tokens", "ms a step", "a dispatch", "tokens/s", "read in ms", "share"), title
+    )
     for case in figures["cases"]:
         table.add(
             f"{case['rows']}",
             f"{case['context']:,}",
             f"{1e3 * case['median_step_s']:,.3g}",
+            f"{case['steps_per_dispatch']}",
             f"{case['tokens_per_s']:,.1f}",
             f"{1e3 * case['read_s']:,.3g}",
             f"{case['share_of_read_bound']:.0%}",

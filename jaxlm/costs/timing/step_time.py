@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.operations import Operation
+from jaxlm.costs.dispatches import dispatches, engine_turns
 from jaxlm.costs.draft_steps import draft_drawing, draft_reading
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
@@ -99,14 +100,13 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
         return pipelined(work, target, stack)
     rows = work.without_drafts()
     step = _on_device(rows, target, stack)
-    parts, runs, programs = step.parts, [step], rows.dispatches
+    parts, runs = step.parts, [step]
     if work.draft_model is not None:
         read = _on_device(draft_reading(work), target, stack, draws=False)
         drafting = [read, *[_on_device(draft_drawing(work), target, stack)] * work.drafts]
         parts, runs = {**parts, "draft model": _of_draft_model(drafting)}, [step, *drafting]
-        programs *= 2  # each step of the engine has two of the draft model
     busy, kernels = sum(part.seconds for part in parts.values()), sum(run.kernels for run in runs)
-    if (idle := _host_seconds(rows, sustained(target.chip), stack, kernels, programs, busy)) > 0:
+    if (idle := _host_seconds(work, sustained(target.chip), stack, kernels, busy)) > 0:
         parts = {**parts, "host": Part(idle, 0.0, 0.3 * idle)}
     bounds = _Bounds(*map(sum, zip(*(run.bounds for run in runs), strict=True)))
     return _summed(bounds, parts, sum(run.hidden for run in runs))
@@ -155,13 +155,11 @@ def _bounds(ops: list[Operation], work: Workload, chip: Chip, stack: Stack, sent
     return _Bounds(compute, least, together, sent)
 
 
-def _host_seconds(
-    work: Workload, rates: SustainedRates, stack: Stack, kernels: int, programs: int, busy: float
-) -> float:
+def _host_seconds(work: Workload, rates: SustainedRates, stack: Stack, kernels: int, busy: float) -> float:
     """Return the seconds that devices wait for the host, which starts programs or operations while devices are `busy`
-    and, in inference, schedules each step of the engine between two steps."""
-    starts = kernels * rates.eager_s if stack.launch == "eager" else programs * rates.step_s
-    between = 0.0 if work.kind == "train" else work.dispatches / 2 * rates.token_s
+    and, in inference, schedules each step of the engine, or several of one program, between two."""
+    starts = kernels * rates.eager_s if stack.launch == "eager" else dispatches(work) * rates.step_s
+    between = 0.0 if work.kind == "train" else engine_turns(work) * rates.token_s
     return max(0.0, starts - busy) + between
 
 

@@ -10,12 +10,13 @@ from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.demand import Demand
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, mixed_steps
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.memoized import memoized
 from jaxlm.costs.plan import HEADROOM
 from jaxlm.costs.queueing import EngineLoad, StepSeconds
 from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.timing.step_time import step_time
-from jaxlm.costs.workload import Workload, memoized
+from jaxlm.costs.workload import Workload
 from jaxlm.inference.step_shapes import TILE
 from jaxlm.parallel.layout_choice import with_shards
 from jaxlm.parallel.rules import ENGINE

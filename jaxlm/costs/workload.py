@@ -14,10 +14,12 @@ import jax.numpy as jnp
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import parameters
 from jaxlm.costs.draft_models import PlannedDraftModel, planned_draft_model
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
 from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.memoized import memoized
 from jaxlm.inference.config import InferenceConfig
 from jaxlm.inference.settings import LOOK_UP, CacheDtype, EngineSettings, Speculation
 from jaxlm.inference.step_shapes import FEWEST, StepShape, StepShapes
@@ -28,27 +30,12 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
-from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
+from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, together
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, NextTokenConfig, ObjectiveConfig, OptimizerConfig
 from jaxlm.training.groups import frozen
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, SectionReads
 
 BYTES = {"float32": 4, "bfloat16": 2}
-
-
-def memoized(method: Callable) -> Callable:
-    """Return a method that computes its result once for each object and arguments. The object keeps the results in its
-    `answers`."""
-    name = method.__name__
-
-    @functools.wraps(method)
-    def memoized_method(self: Any, *arguments: Any) -> Any:
-        key = name, *arguments
-        if key not in self.answers:
-            self.answers[key] = method(self, *arguments)
-        return self.answers[key]
-
-    return memoized_method
 
 
 @dataclass(frozen=True)
@@ -405,11 +392,11 @@ class Workload:
     def placed(self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None) -> Placement:
         """Return the mesh axes with several devices that shard each dimension of an array while a layer computes. With
         `num_query_heads`, key/value heads include the copies that this number of query heads reads."""
-        return _placed(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
+        return local_shapes.placed(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
 
     def gathered_over(self, axes: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
         """Return the mesh axes with several devices over which a parameter is gathered before a layer computes."""
-        return _gathered_over(self.rules, self.layout, tuple(axes), tuple(shape))
+        return local_shapes.gathered_over(self.rules, self.layout, tuple(axes), tuple(shape))
 
     def several(self, mesh_axes: Iterable[str]) -> tuple[str, ...]:
         """Return those mesh axes that have several devices, each once, outermost first."""
@@ -426,7 +413,9 @@ class Workload:
         """Return the shape on one device, while a layer computes, of an array with these logical axes and this shape,
         which is of a single row. Mesh axes that shard parameters alone are gathered; key/value heads are those of
         `placed`."""
-        local = _shape(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
+        local = local_shapes.local_shape(
+            self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads
+        )
         return self._with_rows(axes, local, {"batch": self.rows, "draws": self.draws})
 
     def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
@@ -446,7 +435,7 @@ class Workload:
 
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Return the number of elements of a parameter on one device."""
-        return _stored(self.rules, self.layout, tuple(axes), tuple(shape))
+        return local_shapes.stored(self.rules, self.layout, tuple(axes), tuple(shape))
 
 
 ROWS = ("batch", "draws")  # logical axes of rows
@@ -455,43 +444,3 @@ ROWS = ("batch", "draws")  # logical axes of rows
 @functools.lru_cache(maxsize=256)
 def _changed(execution: ExecutionConfig, **changes: Any) -> ExecutionConfig:
     return execution.model_copy(update=changes)
-
-
-# Results depend on rules, layout and sizes alone: the plans of a search and of many batches share them.
-@functools.lru_cache(maxsize=1 << 16)
-def _placed(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None) -> Placement:
-    placement = rules.placed(axes, _with_copies(rules, layout, axes, shape, heads), layout, computing=True)
-    return tuple(tuple(name for name in over if layout[name] > 1) for over in placement)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _stored(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...]) -> int:
-    return rules.stored(axes, shape, layout)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _shape(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None) -> tuple[int, ...]:
-    return local(
-        _placed(rules, layout, axes, shape, heads),
-        _with_copies(rules, layout, axes, shape, heads),
-        layout,
-    )
-
-
-def _with_copies(
-    rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None
-) -> tuple[int, ...]:
-    """Return a shape whose key/value heads are repeated until each device has those that its query heads read."""
-    if heads is None:
-        return shape
-    (over,) = _placed(rules, layout, ("act_heads",), (heads,), None)
-    shards = layout.over(over)
-    return tuple(
-        math.lcm(n, shards) if axis in ("kv_heads", "act_kv_heads") else n for axis, n in zip(axes, shape, strict=True)
-    )
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _gathered_over(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...]) -> tuple[str, ...]:
-    over = rules.gathered_over(axes, shape, layout)
-    return tuple(name for name in layout if layout[name] > 1 and name in over)

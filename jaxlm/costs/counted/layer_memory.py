@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.recorder import RecordedOp
-from jaxlm.costs.workload import memoized
+from jaxlm.costs.memoized import memoized
 
 
 class LayerPeak(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.layer_memory import kept_by_layer
 from jaxlm.costs.counted.recorder import RecordedOp
-from jaxlm.costs.workload import memoized
+from jaxlm.costs.memoized import memoized
 from jaxlm.parallel.compiler_options import NO_ZERO_FILL, options
 
 

@@ -1,11 +1,12 @@
 """Compare a mixture of experts with a dense model of its active size on the quickstart's text; balance a skewed router.
 
-    python benchmarks/mixture.py [--steps 200] [--seeds 3]
+    python benchmarks/mixture.py [--steps 3000] [--seeds 3] [--runs RUNS] [--set model.feed_forward.router.scale=1 …]
     python benchmarks/mixture.py --seeds 0    # the router alone
 
-Both models have six layers, see the same tokens, and differ in nothing else: eight experts of which each token chooses
-two, or a dense layer as wide as two. The skewed router is the mixture's with a bias that sends every token to the first
-two experts; its selection bias, and no loss, has to spread them.
+Both models have six layers of 64 channels, see the same tokens, and differ in nothing else: eight experts of which each
+token chooses two, or a dense layer as wide as two. The weights of the chosen two add up to 2, so that the mixture
+begins as the dense layer does. The skewed router is the mixture's with a bias that sends every token to the first two
+experts; its selection bias, and no loss, has to spread them.
 """
 
 import argparse
@@ -28,16 +29,27 @@ from jaxlm.models.masks import OneDocumentMask
 from jaxlm.models.rows import RowContext
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
-LAYERS, EXPERTS, CHOSEN, WIDTH = 6, 8, 2, 256
+EXPERTS, CHOSEN, WIDTH = 8, 2, 64
 MIXTURE = {"kind": "mixture", "num_experts": EXPERTS, "experts_per_token": CHOSEN, "d_ff": WIDTH}
+BOTH = {
+    "model.num_layers": 6,
+    "model.d_model": WIDTH,
+    "model.attention.num_heads": 4,
+    "model.attention.num_kv_heads": 2,
+    "training.batch": 8,
+    "evaluation.every": 500,
+    "evaluation.batches": 40,
+    "checkpoint.every": 500,
+}
 SKEW, RATE, STEPS = 4.0, 0.001, 500  # the rate is the default
 
 
 def train(name: str, overrides: list[str], seed: int, steps: int, folder: Path) -> dict:
-    """Train once and return the last held-out loss, and the last metrics of the experts."""
+    """Train, from where a run in the folder left off, and return the last held-out loss and metrics of the experts."""
     run = folder / f"{name}-{seed}"
     code = "import sys; from jaxlm.cli import main; sys.exit(main())"
-    keys = [f"model.num_layers={LAYERS}", f"training.steps={steps}", f"training.seed={seed}", *overrides]
+    keys = [f"{key}={value}" for key, value in BOTH.items()]
+    keys += [f"training.steps={steps}", f"training.seed={seed}", *overrides]
     command = [sys.executable, "-c", code, "train", str(CONFIG), *keys, "--out", str(run), "--json"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
@@ -48,6 +60,7 @@ def train(name: str, overrides: list[str], seed: int, steps: int, folder: Path) 
         "seed": seed,
         "steps": evaluations[-1]["step"],
         "held_out_loss": evaluations[-1]["loss"],
+        "curve": {each["step"]: each["loss"] for each in evaluations},
         **{key: metrics[-1][key] for key in kept if key in metrics[-1]},
     }
 
@@ -85,8 +98,10 @@ def balanced(steps: int = STEPS, tokens: int = 2048, width: int = 64) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--runs", type=Path, help="folder of runs to go on with, which is kept")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the mixture's runs alone")
     arguments = parser.parse_args()
     skewed = balanced()
     print(skewed)
@@ -95,16 +110,22 @@ def main() -> None:
         return
     models = {
         "dense": [f"model.feed_forward.d_ff={CHOSEN * WIDTH}"],
-        "mixture": [f"model.feed_forward.{key}={value}" for key, value in MIXTURE.items()],
+        "mixture": [
+            *(f"model.feed_forward.{key}={value}" for key, value in MIXTURE.items()),
+            f"model.feed_forward.router.scale={float(CHOSEN)}",
+            *arguments.set,
+        ],
     }
     with tempfile.TemporaryDirectory() as folder:
         rows = [
-            train(name, overrides, seed, arguments.steps, Path(folder))
+            train(name, overrides, seed, arguments.steps, arguments.runs or Path(folder))
             for seed in range(arguments.seeds)
             for name, overrides in models.items()
         ]
     losses = {name: [row["held_out_loss"] for row in rows if row["model"] == name] for name in models}
     found = {
+        "sizes": BOTH | MIXTURE,
+        "set": arguments.set,
         "rows": rows,
         "gap": statistics.mean(losses["dense"]) - statistics.mean(losses["mixture"]),
         "spread": max(max(each) - min(each) for each in losses.values()),

@@ -81,7 +81,7 @@ def prefill_engine(model: Path) -> interleave.Worker:
     from jaxlm.inference.requests import Request, Sampling
     from jaxlm.inference.settings import EngineSettings
 
-    engine, draw = api.load(model, dtype="float32", engine=EngineSettings(slots=1)).engine(), np.random.default_rng(0)
+    engine, draw = api.load(model, width="float32", engine=EngineSettings(slots=1)).engine(), np.random.default_rng(0)
 
     def run(n: int) -> None:
         for stream in range(n):
@@ -145,9 +145,9 @@ def train_peer(model: Path) -> interleave.Worker:
 Make = Callable[[Path], interleave.Worker]
 CASES: dict[str, dict[str, Make]] = {
     f"decode, {rows} row{'s' * (rows > 1)}": {
-        "jaxlm": partial(engine_steps, rows=rows, context=CONTEXT, dtype="float32", exact=True),
+        "jaxlm": partial(engine_steps, rows=rows, context=CONTEXT, width="float32", exact=True),
         "transformers": partial(
-            transformers_steps, rows=rows, context=CONTEXT, dtype="float32", experts_implementation=EXPERTS_OF_PEER
+            transformers_steps, rows=rows, context=CONTEXT, width="float32", experts_implementation=EXPERTS_OF_PEER
         ),
     }
     for rows in (1, 8)

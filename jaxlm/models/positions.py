@@ -19,6 +19,7 @@ from jaxlm.models.position_config import (
     YarnScalingConfig,
 )
 from jaxlm.models.rows import LayerIndex, RowContext
+from kernels_pallas.core import target
 from kernels_pallas.flash_attention import KeyRange
 
 
@@ -131,8 +132,16 @@ def rope_table(
         frequency = _SCALED[settings.scaling.kind](frequency, settings, settings.scaling, length_BT)
         amplitude = settings.scaling.amplitude
     angle = positions_BT[..., None].astype(jnp.float32) * (frequency if frequency.ndim > 1 else frequency[None, None])
-    cos, sin = jnp.cos(angle), jnp.sin(-angle if settings.reversed else angle)
+    cos, sin = _cos_and_sin(-angle if settings.reversed else angle)
     return RopeTable(cos, sin) if amplitude == 1.0 else RopeTable(amplitude * cos, amplitude * sin)
+
+
+def _cos_and_sin(angle_BTR: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if target.platform() not in ("cpu", None):
+        return jnp.cos(angle_BTR), jnp.sin(angle_BTR)
+    # A loop, out of which XLA fuses nothing: in the loops that rotate it would compute both again for every head.
+    both = jax.lax.map(lambda i: jax.lax.cond(i == 0, jnp.cos, jnp.sin, angle_BTR), jnp.arange(2))
+    return both[0], both[1]
 
 
 # Scaled frequencies, [R/2] or of each token [B, T, R/2].

@@ -19,6 +19,7 @@ from kernels_pallas.paged_attention.scales import multiplied
 _ROWS, _MULTIPLICATIONS, _COLUMNS = 2, 2048, 16
 # Columns that do not fill four vectors of AVX-512 have another kernel from so many rows on.
 _FULL_COLUMNS, _MANY_ROWS = 64, 64
+_VECTOR = 16  # numbers of a vector of AVX-512
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -157,7 +158,7 @@ def _page_after_page(
         index_QS = at_Q[:, None] * S + jnp.arange(S)[None]
         page = pages.of_each(lambda x: x[there_Q])
         scores = seen.masked(scored(query_QKRH, page), index_QS)
-        larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        larger = jnp.maximum(largest, _largest(scores))
         weights = _weights(scores, larger)
         kept = jnp.exp(largest - larger)
         product = seen.values(page, weights.reshape(Q, K, R, S), index_QS)
@@ -208,6 +209,14 @@ def _of_all_pages(
 def _part(key_QKHS: jax.Array, width: int) -> jax.Array:
     """Return the first channels of the keys of pages as values, [Q, K, S, V]."""
     return jnp.swapaxes(key_QKHS[:, :, :width], 2, 3)
+
+
+def _largest(x_QS: jax.Array) -> jax.Array:
+    """Return the largest of the last axis. Halves are compared first: XLA's reduction on a CPU takes eight times as
+    long, number by number."""
+    while x_QS.shape[-1] > _VECTOR and x_QS.shape[-1] % 2 == 0:
+        x_QS = jnp.maximum(*jnp.split(x_QS, 2, axis=-1))
+    return jnp.max(x_QS, axis=-1)
 
 
 def _weights(scores: jax.Array, largest: jax.Array) -> jax.Array:

@@ -81,7 +81,7 @@ def prefill_engine(model: Path) -> interleave.Worker:
     from jaxlm.inference.requests import Request, Sampling
     from jaxlm.inference.settings import EngineSettings
 
-    engine, draw = api.load(model, width="float32", engine=EngineSettings(slots=1)).engine(), np.random.default_rng(0)
+    engine, draw = api.load(model, dtype="float32", engine=EngineSettings(slots=1)).engine(), np.random.default_rng(0)
 
     def run(n: int) -> None:
         for stream in range(n):

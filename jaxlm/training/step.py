@@ -46,6 +46,7 @@ from jaxlm.training.objectives import (
 )
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
 from jaxlm.training.schedules import schedule
+from kernels_pallas.core import target
 
 
 class TrainState(NamedTuple):
@@ -194,15 +195,23 @@ class TrainStep:
             grad_norm = optax.tree.norm(grads)
             finite = jnp.isfinite(terms.losses["loss"]) & jnp.isfinite(grad_norm)
 
-            with jax.named_scope("optimizer"):
-                updates, moments = self._transform.update(grads, state.optimizer, state.parameters)
-            parameters = optax.apply_updates(state.parameters, updates)
-            if terms.counts:
-                scales = state_scales(self.optimizer, self._tree)
-                parameters = balancing.moved(self.model, self._tree, parameters, terms.counts, scales)
-            average = self._moving_average(state.average, parameters, state.step - state.skipped + 1)
-            old, new = (state.parameters, state.optimizer, state.average), (parameters, moments, average)
-            parameters, moments, average = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+            kept = state.parameters, state.optimizer, state.average
+
+            def moved() -> tuple:
+                with jax.named_scope("optimizer"):
+                    updates, moments = self._transform.update(grads, state.optimizer, state.parameters)
+                parameters = optax.apply_updates(state.parameters, updates)
+                if terms.counts:
+                    scales = state_scales(self.optimizer, self._tree)
+                    parameters = balancing.moved(self.model, self._tree, parameters, terms.counts, scales)
+                average = self._moving_average(state.average, parameters, state.step - state.skipped + 1)
+                return parameters, moments, average
+
+            if target.platform() == "cpu":  # where XLA would copy the moments before a selection
+                parameters, moments, average = jax.lax.cond(finite, moved, lambda: kept)
+            else:  # where a branch would wait for the host
+                selected = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved(), kept)
+                parameters, moments, average = selected
 
             skipped = jnp.where(finite, 0, 1)
             next_state = TrainState(

@@ -201,7 +201,8 @@ INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = \w+\[([\d,]*)\]")
 
 
 def executed_products(text):
-    """FLOPs of the products in an optimised program, times the trips of the loops around them."""
+    """FLOPs of the products in an optimised program, times the trips of the loops around them, in the branches that
+    have most."""
     lines, name, entry = {}, "", ""
     for line in text.splitlines():
         if match := COMPUTATION.match(line):
@@ -227,6 +228,11 @@ def executed_products(text):
                 trips = int(re.search(r'known_trip_count"?:\{"n":"(\d+)"', line)[1])
             for callee in re.findall(r"(?:calls|body|to_apply)=%?([\w.-]+)", line):
                 total += trips * flops(callee)
+            branches = re.search(r"branch_computations=\{([^}]*)\}", line)
+            branches = re.findall(r"%([\w.-]+)", branches[1] if branches else "") or re.findall(
+                r"(?:true|false)_computation=%?([\w.-]+)", line
+            )
+            total += max(map(flops, branches), default=0)
         return total
 
     return flops(entry)

@@ -103,8 +103,10 @@ def _kept(
     return {path: (tuple(kept[path]), whole[path]) for path in parameters}
 
 
-def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformation:
+def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer: clipping by global norm, its direction, decoupled weight decay and the learning rate.
+
+    `update` takes the gradients' `norm` where it is known already.
 
     Raises InputError for a group whose pattern decides nothing.
     """
@@ -115,7 +117,7 @@ def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTrans
         _clipping(settings.clip_norm),
         optax.chain(direction, _decay_and_scale(settings, tree), optax.scale_by_learning_rate(rate)),
     )
-    return optax.GradientTransformation(promoting(transform.init), promoting(transform.update))
+    return optax.GradientTransformationExtraArgs(promoting(transform.init), promoting(transform.update))
 
 
 def without_frozen(settings: OptimizerConfig, tree: nnx.State) -> Callable[[Tree], Tree]:
@@ -124,17 +126,19 @@ def without_frozen(settings: OptimizerConfig, tree: nnx.State) -> Callable[[Tree
     return lambda gradients: jax.tree.map(lambda r, g: g if r.scale else jnp.zeros_like(g), ruled, gradients)
 
 
-def _clipping(most: float) -> optax.GradientTransformation:
+def _clipping(most: float) -> optax.GradientTransformationExtraArgs:
     """Return what scales gradients down to a global norm of at most `most` (arXiv:1211.5063, section 3.2).
 
     One factor for all is multiplied where gradients are read; optax's division writes every gradient once more.
     """
 
-    def clipped(gradients: Tree, parameters: Tree) -> Tree:
-        factor = jnp.minimum(1.0, most / optax.tree.norm(gradients))
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients)
+    def clipped(
+        gradients: Tree, state: Any, parameters: Tree | None = None, *, norm: jax.Array | None = None, **others: Any
+    ) -> tuple[Tree, Any]:
+        factor = jnp.minimum(1.0, most / (optax.tree.norm(gradients) if norm is None else norm))
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients), state
 
-    return optax.stateless(clipped)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, clipped)
 
 
 def _decay_and_scale(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformation:

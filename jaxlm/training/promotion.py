@@ -12,8 +12,8 @@ def promoting(function: Callable) -> Callable:
     `jax_numpy_dtype_promotion` says."""
 
     @functools.wraps(function)
-    def promoted(*arguments: Any) -> Any:
+    def promoted(*arguments: Any, **options: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            return function(*arguments)
+            return function(*arguments, **options)
 
     return promoted

@@ -199,7 +199,8 @@ class TrainStep:
 
             def moved() -> tuple:
                 with jax.named_scope("optimizer"):
-                    updates, moments = self._transform.update(grads, state.optimizer, state.parameters)
+                    transform = self._transform.update
+                    updates, moments = transform(grads, state.optimizer, state.parameters, norm=grad_norm)
                 parameters = optax.apply_updates(state.parameters, updates)
                 if terms.counts:
                     scales = state_scales(self.optimizer, self._tree)
@@ -328,7 +329,7 @@ class TrainStep:
         return model_tree.trained(self._abstract[1])[1]
 
     @cached_property
-    def _transform(self) -> optax.GradientTransformation:
+    def _transform(self) -> optax.GradientTransformationExtraArgs:
         return optimizer(self.optimizer, self._tree)
 
     @cached_property

@@ -198,6 +198,9 @@ def _show(plan: "Plan") -> None:
     for name, value in plan.flops._asdict().items():
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
         table.add(f"FLOPs, {name}", f"{value:.4g}{share}")
+    if rows := row.get("expert_rows"):
+        tiles = f"tiles of {rows['tile']} compute {rows['expected']:,.0f}, at most {rows['most']:,}"
+        table.add("rows of experts", f"{rows['rows']:,} in a product on a device; {tiles}")
     napkin, (held, took) = row["napkin"], _NAPKIN[work.kind]
     table.add("memory, napkin", f"{units.memory(napkin['memory_bytes'])}: {held}")
     parts = {name: size for name, size in memory._asdict().items() if size}

@@ -8,7 +8,7 @@ from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.cache import kv_bytes_per_token, kv_cache, page_layout
 from jaxlm.costs.counted.device import replicated_kv_heads
-from jaxlm.costs.counted.flops import Flops, active_share, flops
+from jaxlm.costs.counted.flops import Flops, active_share, expert_rows, flops
 from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.draft_steps import draft_reading
 from jaxlm.costs.hardware.chip_changes import given_figures
@@ -115,6 +115,7 @@ class Plan:
             "parameters": parameter_counts(self.work),
             "napkin": {**first._asdict(), "tokens_per_s": first.step_s and self.work.tokens / first.step_s},
             "flops": self.flops._asdict(),
+            **({"expert_rows": rows._asdict()} if (rows := expert_rows(self.work)) else {}),
             "memory_bytes_per_device": {**self.memory._asdict(), "total": self.memory.total, "capacity": self.capacity},
             "fits": self.fits,
             "leaves_headroom": self.leaves_headroom,

@@ -5,7 +5,7 @@ the matrices of groups that have rows; `visits.py` has the walk.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -68,11 +68,24 @@ def grouped_matmul(
 def costs(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> KernelCosts:
     """Return the kernels' costs on these arrays, or shapes and dtypes, with every row in a group and every matrix read.
 
-    The rows that tiles compute for nothing are left out: how many these are, sizes decide.
+    The rows that tiles compute for nothing are left out (`computed_rows`): how many these are, sizes decide.
     """
     y = jax.ShapeDtypeStruct((x.shape[0], matrices.shape[1 if transposed else 2]), x.dtype)
     each = _cost(x, y, matrices)
     return KernelCosts(each, KernelCost(2 * each.flops, 0, 2 * each.bytes))
+
+
+def computed_rows(
+    tokens: int, choices: int, groups: int, dtype: np.dtype, implementation: Literal["xla", "triton", "mosaic_tpu"]
+) -> visits.TileRows:
+    """Return the rows that a product computes for tokens each of which chooses so many of the groups, with tiles that
+    are not tuned."""
+    rows = tokens * choices
+    if implementation == "xla":
+        tile = xla.tile_rows(rows, groups)
+    else:
+        tile = {"triton": triton, "mosaic_tpu": mosaic_tpu}[implementation].tile_rows(rows, groups, dtype)
+    return visits.computed_rows(tokens, choices, groups, tile, is_aligned=implementation == "mosaic_tpu")
 
 
 class _GroupedSettings(NamedTuple):

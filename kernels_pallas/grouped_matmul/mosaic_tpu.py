@@ -28,6 +28,11 @@ class GroupedTpuBlocks(NamedTuple):
 _DEFAULT = GroupedTpuBlocks(128, 512, 512)
 
 
+def tile_rows(rows: int, groups: int, dtype: jnp.dtype) -> int:
+    """Return the rows of a tile of a product that is not tuned."""
+    return min(_DEFAULT.m, rows)
+
+
 def product(
     x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool, cost: KernelCost, name: str
 ) -> jax.Array:

@@ -29,13 +29,21 @@ class GroupedTritonBlocks(NamedTuple):
     stages: int
 
 
+_PRODUCT = GroupedTritonBlocks(128, 128, 32, warps=4, stages=3)
+
+
+def tile_rows(rows: int, groups: int, dtype: jnp.dtype) -> int:
+    """Return the rows of a tile of a product that is not tuned."""
+    return _shrunk(min(_PRODUCT.m, 64) if dtype.itemsize == 4 else _PRODUCT.m, pl.cdiv(rows, groups))
+
+
 def product(
     x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool, cost: KernelCost, name: str
 ) -> jax.Array:
     """Return x · matrix of each row's group, [R, N] in x's dtype; zeros past the last group."""
     (R, K), N, G = x.shape, matrices.shape[1 if transposed else 2], len(sizes)
     each = pl.cdiv(R, G)  # rows of a group on average, beyond which a tile is computed for nothing
-    blocks = _blocks(name, (each, N, K), x.dtype, GroupedTritonBlocks(128, 128, 32, warps=4, stages=3))
+    blocks = _blocks(name, (each, N, K), x.dtype, _PRODUCT)
     bm, bn, bk = blocks[:3]
     columns, steps = pl.cdiv(N, bn), pl.cdiv(K, bk)
     walk = visits.of_groups(sizes, R, bm, alignment=1)
@@ -126,8 +134,12 @@ def _blocks(name: str, sizes: tuple[int, int, int], dtype: jnp.dtype, most: Grou
         most = most._replace(m=min(most.m, 64), n=64, k=min(most.k, 64), stages=2)
     elif target.current().scratchpad > 160_000 and most.m == 128:
         most = most._replace(k=64, warps=8)
-    shrunk = (max(_LEAST, min(block, pl.next_power_of_2(size))) for block, size in zip(most[:3], sizes, strict=True))
+    shrunk = map(_shrunk, most[:3], sizes)
     return tuning.blocks(name, "triton", sizes, dtype, GroupedTritonBlocks(*shrunk, *most[3:]))
+
+
+def _shrunk(block: int, size: int) -> int:
+    return max(_LEAST, min(block, pl.next_power_of_2(size)))
 
 
 def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:

@@ -1,5 +1,7 @@
 """The tiles in which groups of sorted rows are walked."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +35,48 @@ def most_tiles(rows: int, groups: int, tile: int) -> int:
     """Return the most tiles that so many groups of these rows together need, where those of a group begin with it."""
     groups = min(rows, groups)
     return (rows + groups * (tile - 1)) // tile
+
+
+class TileRows(NamedTuple):
+    """The rows that the tiles of all groups compute, those for nothing included.
+
+    Attributes:
+      tile: the rows of a tile.
+      expected: the mean, where each token chooses its groups with equal probability.
+      most: the bound over all sizes of groups.
+    """
+
+    tile: int
+    expected: float
+    most: int
+
+
+@functools.lru_cache(maxsize=256)
+def computed_rows(tokens: int, choices: int, groups: int, tile: int, is_aligned: bool) -> TileRows:
+    """Return the rows that are computed for tokens of which each chooses so many of the groups.
+
+    is_aligned: tiles lie at multiples of `tile`, and one with rows of several groups is computed for each of them;
+    otherwise they begin with their group.
+    """
+    rows = tokens * choices
+    most = tile * (most_visits if is_aligned else most_tiles)(rows, groups, tile) if rows else 0
+    beyond = _chances_of_more(tokens, choices / groups)
+    if is_aligned:  # each group but the first begins anywhere in a tile
+        touched = groups * beyond[0]
+        expected = tile * math.ceil(rows / tile) + (tile - 1) * max(touched - 1, 0)
+    else:
+        expected = tile * groups * float(beyond[::tile].sum())
+    return TileRows(tile, min(float(expected), float(most)), most)
+
+
+def _chances_of_more(tokens: int, chance: float) -> np.ndarray:
+    """Return for 0 to `tokens` the probability that more tokens than that choose a group, float64 [tokens + 1]."""
+    if chance >= 1:
+        return (np.arange(tokens + 1) < tokens).astype(float)
+    n = np.arange(1, tokens + 1)
+    logs = np.cumsum(np.log((tokens - n + 1) / n)) + n * math.log(chance) + (tokens - n) * math.log1p(-chance)
+    exactly = np.concatenate([[0.0], np.exp(logs)])
+    return np.append(np.cumsum(exactly[:0:-1])[::-1], 0.0)
 
 
 def of_groups(sizes: jax.Array, rows: int, tile: int, alignment: int) -> Visits:

@@ -1,5 +1,7 @@
 """A mixture's FLOPs, counted and in jaxprs: of the most tiles that there may be, and of a measured load."""
 
+from dataclasses import replace
+
 import engine_jaxprs
 import expert_tiles
 import jax
@@ -9,6 +11,7 @@ import pytest
 from workload_fixtures import sections_of, workload
 
 from jaxlm.costs.counted import operations
+from jaxlm.costs.counted.flops import expert_rows
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.training.step import TrainStep
 from kernels_pallas.grouped_matmul import visits, xla
@@ -84,3 +87,32 @@ def test_no_sizes_need_more_tiles_than_the_most(rows, groups, tile):
     worst[0] += (rows - worst.sum()) // tile * tile
     needed = [sum(-(-size // tile) for size in each) for each in (*sizes, worst)]
     assert max(needed[:-1]) <= needed[-1] == visits.most_tiles(rows, groups, tile)
+
+
+@pytest.mark.parametrize("is_aligned", [False, True])
+@pytest.mark.parametrize(
+    "tokens, choices, groups, tile", [(200, 3, 8, 16), (7, 2, 12, 4), (64, 8, 128, 2), (50, 4, 4, 8)]
+)
+def test_expected_and_most_rows_are_those_of_drawn_loads(tokens, choices, groups, tile, is_aligned):
+    """The mean of 400 loads is off by at most four of its standard errors; where tiles lie at their multiples, also by
+    2 %, since groups do not begin anywhere in a tile with equal probability."""
+    draw, alignment = np.random.default_rng(0), tile if is_aligned else 1
+    computed = []
+    for _ in range(400):
+        chosen = draw.random((tokens, groups)).argsort(axis=1)[:, :choices]
+        sizes = np.bincount(chosen.ravel(), minlength=groups)
+        first = (end := sizes.cumsum()) - sizes
+        tiles = np.where(sizes > 0, -(-(end - first // alignment * alignment) // tile), 0)
+        computed.append(tile * tiles.sum())
+    rows = visits.computed_rows(tokens, choices, groups, tile, is_aligned)
+    error = 4 * np.std(computed) / 20 + (0.02 * tokens * choices if is_aligned else 1e-9)
+    assert abs(np.mean(computed) - rows.expected) <= error
+    assert max(computed) <= rows.most
+
+
+@pytest.mark.parametrize("platform, kernels, tile", [("cpu", "xla", TILE), ("gpu", "auto", 64), ("tpu", "auto", 128)])
+def test_a_plan_has_the_rows_of_experts(platform, kernels, tile):
+    _, work = step(mixture(3))
+    rows = expert_rows(replace(work.with_execution(kernels=kernels), platform=platform))
+    assert rows.rows == ROWS and rows.tile == tile and rows.rows <= rows.expected <= rows.most
+    assert expert_rows(step(model_fixtures.model())[1]) is None

@@ -30,6 +30,28 @@ class Flops(NamedTuple):
     executed: int
 
 
+class ExpertRows(NamedTuple):
+    """The rows of a product with experts' matrices, on one device and for one pass.
+
+    `rows`: each token once for each expert that it chooses. A tile of `tile` rows that is not full is computed whole:
+    `expected` rows run where each token chooses its experts with equal probability, and at `most` rows whatever it
+    chooses. FLOPs and times are of `rows`.
+    """
+
+    rows: int
+    tile: int
+    expected: float
+    most: int
+
+
+def expert_rows(work: Workload) -> ExpertRows | None:
+    """Return the rows of the products with experts' matrices, in inference in the engine's step with the most; None of
+    a model without experts."""
+    groups = [op.groups for op in operations.without_copies(work) if op.groups and op.groups.tiles]
+    most = max(groups, key=lambda each: each.rows, default=None)
+    return None if most is None else ExpertRows(most.rows, *most.tiles)
+
+
 def matmul_tokens(work: Workload) -> dict[str, Fraction]:
     """Return the number of tokens that each matrix parameter multiplies in a step, by path: of the experts of a mixture
     the mean, since each multiplies the tokens that choose it."""

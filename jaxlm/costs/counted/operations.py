@@ -33,6 +33,7 @@ from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.optimizer import costs
 from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.grouped_matmul.visits import TileRows
 
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
 OperationKind = PassKind | Literal["copy", "draw", "weights"]
@@ -46,10 +47,12 @@ class KernelPass(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """The groups of rows of a product and of its gradients, and the rows of all groups together."""
+    """The groups of rows of a product and of its gradients, the rows of all groups together, and those that its tiles
+    compute."""
 
     count: int
     rows: int
+    tiles: TileRows | None
 
     def each(self, product: Product) -> Product:
         """Return the products of the groups, `batch` of them, of as many rows each; where rows are few, of those that
@@ -234,7 +237,7 @@ def _operation(device: DeviceStep, use: RecordedOp, declared: DoorProduct) -> Op
     scope = _scope(use, declared.scope) if declared.weight is None else device.recording.parameter(use)
     least, most = declared.bytes, declared.bytes + declared.unfused
     times = use.times * declared.times
-    groups = None if declared.groups is None else RowGroups(declared.groups, declared.product.m)
+    groups = None if declared.groups is None else RowGroups(declared.groups, declared.product.m, declared.tiles)
     kind: OperationKind = "pass" if declared.weight is None or device.cost(use).kernel is None else "weights"
     of = declared.product, least, most, 0, None, declared.visible, kind, groups, declared.dtype
     return Operation(scope, "forward", times, *of)

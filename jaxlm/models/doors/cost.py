@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxlm.models.logical_axes import Axes
 from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.grouped_matmul.visits import TileRows
 from kernels_pallas.paged_attention.costs import SectionReads
 
 
@@ -132,6 +133,7 @@ class DoorProduct(NamedTuple):
       visible: of its scores, which stay inside the door: the backward pass asks for them again, whatever is kept.
       times: so many in a use of the door.
       groups: the number of groups of its rows, each with a matrix of its own; None of a product with one matrix.
+      tiles: of such a product, the rows that its tiles compute.
       dtype: in which numbers are multiplied; None: that of the step.
     """
 
@@ -144,6 +146,7 @@ class DoorProduct(NamedTuple):
     visible: VisibleFraction | None = None
     times: int = 1
     groups: int | None = None
+    tiles: TileRows | None = None
     dtype: str | None = None
 
 

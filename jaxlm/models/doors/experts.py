@@ -40,7 +40,7 @@ from kernels_pallas import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.core.quantized.formats import KINDS
-from kernels_pallas.grouped_matmul import costs, quantized
+from kernels_pallas.grouped_matmul import computed_rows, costs, quantized
 from kernels_pallas.paged_attention.costs import SectionReads
 
 _ROWS: Axes = GATHERED[:2]
@@ -205,7 +205,10 @@ def _product_cost(local: Local, tokens: int, x: LocalArray, parts: Sequence[Loca
     padding = sum(each.padding / each.steps for each in local.sections if isinstance(each, SectionReads))
     unread = (1 - m / tokens / experts) ** (tokens - padding)
     stored = sum(each.bytes for each in parts)
-    if (name := _kernel(local, parts)) is not None:
+    name, choosing = _kernel(local, parts), round(tokens - padding)
+    tiles = computed_rows(choosing, m // tokens, experts, x.abstract.dtype, name or "xla") if choosing else None
+    of_product = DoorProduct(product, 0, weight=1, groups=experts, tiles=tiles)
+    if name is not None:
         rows, sizes = x._replace(shape=(m, k)), LocalArray((experts,), "int32", (False,))
         operands = [each.abstract for each in (rows, *parts, sizes)]
         of_kernel = costs(*operands, transposed=True) if kind is None else quantized.costs(*operands, kind=kind)
@@ -215,13 +218,13 @@ def _product_cost(local: Local, tokens: int, x: LocalArray, parts: Sequence[Loca
         if kind is not None:
             backward = of_kernel.backward if x.is_trained else KernelCost(0, 0, 0)
         kernel = ProductKernel(name, KernelCosts(declared, backward), (), (wanted,))
-        return DoorCost(products=(DoorProduct(product, 0, weight=1, groups=experts),), kernel=kernel)
+        return DoorCost(products=(of_product,), kernel=kernel)
     moved = x.itemsize * m * (k + n) + round((1 - unread) * stored)
     dtype = "int8" if kind is not None and KINDS[kind].rounds_rows else None
     unfused = 0
     if kind is not None and local.platform != "cpu" and dtype is None:  # a tile's matrix is written in the dtype of x
         unfused = round(2 * (1 - unread) * experts * k * n * x.itemsize)
-    return DoorCost(products=(DoorProduct(product, moved, unfused, weight=1, groups=experts, dtype=dtype),))
+    return DoorCost(products=(of_product._replace(bytes=moved, unfused=unfused, dtype=dtype),))
 
 
 def _kernel(local: Local, parts: Sequence[LocalArray]) -> str | None:

@@ -30,7 +30,7 @@ class Flops(NamedTuple):
     executed: int
 
 
-class ExpertRows(NamedTuple):
+class RowsInTiles(NamedTuple):
     """The rows of a product with experts' matrices, on one device and for one pass.
 
     `rows`: each token once for each expert that it chooses. A tile of `tile` rows that is not full is computed whole:
@@ -44,12 +44,12 @@ class ExpertRows(NamedTuple):
     most: int
 
 
-def expert_rows(work: Workload) -> ExpertRows | None:
+def expert_rows(work: Workload) -> RowsInTiles | None:
     """Return the rows of the products with experts' matrices, in inference in the engine's step with the most; None of
     a model without experts."""
     groups = [op.groups for op in operations.without_copies(work) if op.groups and op.groups.tiles]
     most = max(groups, key=lambda each: each.rows, default=None)
-    return None if most is None else ExpertRows(most.rows, *most.tiles)
+    return None if most is None else RowsInTiles(most.rows, *most.tiles)
 
 
 def matmul_tokens(work: Workload) -> dict[str, Fraction]:

@@ -16,7 +16,7 @@ from kernels_pallas.core import interpretation, launch, target, tuning
 from kernels_pallas.core.attention.key_range import KeyRange
 from kernels_pallas.core.attention.scores import LOG2_E, LOWEST, FlashSettings, dot
 from kernels_pallas.core.tiles import LANES
-from kernels_pallas.paged_attention.costs import one_kernel_cost
+from kernels_pallas.paged_attention.costs import FEW_QUERIES, one_kernel_cost
 from kernels_pallas.paged_attention.key_heads import by_key_head, by_token, sinks_by_row
 from kernels_pallas.paged_attention.scales import multiplied
 
@@ -138,6 +138,8 @@ def _attended(
     cost = one_kernel_cost(query, key, value, M * S, settings.soft_cap)
     tokens, blocks = in_block * S, pl.cdiv(R, rows)
     more = blocks * rows - R
+    is_run = 1 < T <= FEW_QUERIES  # a token and its drafts, whose keys and values those before them do not see
+    holds_nan = jnp.issubdtype(key.dtype, jnp.floating)
     # XLA lays pages of values out with tokens along the lanes, as those of keys, unless their width fills them.
     tokens_last = is_part or bool(V % LANES)
     values = [] if is_part else [jnp.swapaxes(value, 2, 3) if tokens_last else value]
@@ -210,6 +212,20 @@ def _attended(
                     for k in range(heads):
                         kept[buffer, k] = jnp.where(is_own, kept[buffer, k], jnp.zeros((), kept.dtype))
 
+            if is_run and holds_nan:
+
+                @pl.when(last[q] - T < (block + 1) * tokens)
+                def _() -> None:
+                    # A draft may be NaN too. Rows that see it get NaN by their sum of weights; for others it is 0.
+                    nothing = jnp.zeros((rows, V), wide)
+                    for k in range(heads):
+                        at = (buffer, k, slice(V)) if is_part else (buffer, k)
+                        numbers = value_buffer[at]
+                        spoiled = dot(nothing, widened(numbers), (1, 1 - int(tokens_last)))
+                        total[k] = total[k] + jnp.sum(jnp.where(is_seen, spoiled, 0.0), axis=1, keepdims=True)
+                        is_number = numbers.astype(jnp.float32) * 0.0 == 0.0
+                        value_buffer[at] = jnp.where(is_number, numbers, jnp.zeros((), numbers.dtype))
+
             for at in range(0, heads, together):
                 some = range(at, min(at + together, heads))
                 group = slice(some.start, some.stop)
@@ -222,6 +238,7 @@ def _attended(
                 higher = jnp.maximum(highest, jnp.max(scores, axis=2, keepdims=True) * factor)
                 kept, weights = jnp.exp2(highest - higher), jnp.exp2(scores * factor - higher)
                 scaled = weights * scale_buffers[-1][buffer, group] if of_scales else weights
+                scaled = jnp.where(is_seen, scaled, 0.0) if of_scales and is_run else scaled
                 narrow = scaled.astype(wide if of_scales else key.dtype)
                 numbers = [value_buffer[buffer, k, :V] if is_part else value_buffer[buffer, k] for k in some]
                 numbers = [widened(each) if of_scales else each for each in numbers]

@@ -116,6 +116,7 @@ def _sums_of_lanes(
     channels = [(first, size) for first, size in ([(0, V), (V, H - V)] if is_part else [(0, H)]) if size]
     parts = [_ChannelPart(first, size, pl.next_power_of_2(max(size, TILE))) for first, size in channels]
     padded_H = max(part.first + part.padded for part in parts)
+    is_run = 1 < T <= FEW_QUERIES  # a token and its drafts, whose keys and values those before them do not see
 
     chip = target.current()
     by_bytes = key.dtype == jnp.float8_e4m3fn and chip.platform == "gpu" and not is_converted(chip.compute_capability)
@@ -164,13 +165,18 @@ def _sums_of_lanes(
             weight_sum = weight_sum * kept + jnp.sum(weights, axis=1)
             if of_scales:
                 weights = weights * launch.load(of_scales[-1].at[page, at], is_own)[None]
+                weights = jnp.where(seen, weights, 0.0) if is_run else weights
             if is_part:
-                value_VS = jnp.where(is_own[None], keys_of[0], jnp.zeros((), wide))
-                product = dot(weights.astype(wide), value_VS, (1, 1))
+                numbers, axis = jnp.where(is_own[None], keys_of[0], jnp.zeros((), wide)), 1
             else:
-                value_SV = _columns(value[0], is_own, _ChannelPart(0, V, padded_V), page, at)
-                value_SV = widened(value_SV) if of_scales else value_SV
-                product = dot(weights.astype(value_SV.dtype), value_SV, (1, 0))
+                numbers, axis = _columns(value[0], is_own, _ChannelPart(0, V, padded_V), page, at), 0
+                numbers = widened(numbers) if of_scales else numbers
+            if is_run:
+                # A draft may be NaN too. Rows that see it get NaN by their sum of weights; for others it is 0.
+                zeros = numbers.astype(jnp.float32) * 0.0
+                weight_sum += jnp.sum(jnp.where(seen, jnp.sum(zeros, axis=1 - axis)[None], 0.0), axis=1)
+                numbers = jnp.where(zeros == 0.0, numbers, jnp.zeros((), numbers.dtype))
+            product = dot(weights.astype(numbers.dtype), numbers, (1, axis))
             return higher, weight_sum, value_sum * kept[:, None] + product
 
         begins = jnp.full((rows,), LOWEST), jnp.zeros((rows,)), jnp.zeros((rows, padded_V))

@@ -432,3 +432,40 @@ def test_of_nothing_there_are_zeros(name, empty):
     seen = (jnp.zeros((Q, T), jnp.int32),) * 2
     out = attend(name, draw(Q, T), key, value, jnp.zeros((Q, M), jnp.int32), key_range=seen)
     assert out.shape == (Q, T, 2 * K, H) and not out.any()
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "latent", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
+def test_a_draft_of_nan_changes_no_bit_of_the_tokens_before_it(name, form):
+    """The third of four tokens that are read together is NaN, or its value infinite; those that see it become NaN."""
+    size, width = SIZES[name], 5
+    key, value, query = drawn(3, "bfloat16" if form == "bfloat16" else "float32", size=size)
+    call, q, table, scales = program(name), query(1, 4), TABLE[:1], {}
+    end = jnp.asarray([[2 * size - 1 + t for t in range(4)]])  # the third begins a page
+    if form == "latent":
+        value = width
+        call = jax.jit(interpreted()(functools.partial(paged_attention, value=width, implementation=name)))
+    elif form not in ("float32", "bfloat16"):
+        (key, of_keys), (value, of_values) = (
+            of_eight_bits(pages, form, tokens_last=last) for pages, last in ((key, True), (value, False))
+        )
+        scales = {"key_scales": of_keys, "value_scales": of_values}
+    page = int(table[0, 2])
+
+    def attended(key, value, scales):
+        pages = {"key": key} if form == "latent" else {"key": key, "value": value}
+        return np.asarray(call(q, **pages, table=table, key_range=(jnp.zeros_like(end), end), **scales), np.float32)
+
+    expected = attended(key, value, scales)
+    assert np.isfinite(expected).all()
+    if scales:
+        spoiled = [(key, value, {each: x.at[page, ..., 0].set(jnp.nan) for each, x in scales.items()})]
+    elif form == "latent":
+        spoiled = [(key.at[page, :, :, 0].set(jnp.nan), value), (key.at[page, :, width - 1, 0].set(jnp.inf), value)]
+    else:
+        spoiled = [(key.at[page, :, :, 0].set(jnp.nan), value.at[page, :, 0].set(jnp.nan))]
+        spoiled += [(key, value.at[page, :, 0, 1].set(jnp.inf))]
+    for pages in spoiled:
+        got = attended(*pages, *([] if scales else [scales]))
+        np.testing.assert_array_equal(got[:, :2], expected[:, :2])
+        assert np.isnan(got[:, 2:]).any(axis=-1).all()

@@ -9,6 +9,7 @@ from jaxlm.lowering.sass import HotLoop, cycles, supports
 
 # How rows of matrix products begin, most of whose reads hit the caches. Few rows wait for a quantised matrix.
 MULTIPLYING = ("matmul", "grouped_matmul", "flash_attention", "quantized_matmul | triton | 4096 ×")
+MULTIPLYING += ("quantized_grouped_matmul | triton | 4096 ×",)
 
 
 def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, tuning
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.quantized import mosaic_tpu as quantized
+from kernels_pallas.core.quantized.formats import KINDS, unit_scales
 from kernels_pallas.core.tiles import tpu_precision, until
 from kernels_pallas.grouped_matmul import visits
 
@@ -73,6 +75,62 @@ def product(
         in_specs=[pl.BlockSpec((bm, bk), lambda j, v, k, group, start, *_: (start[v] // bm, k)), matrix_spec],
         out_specs=[pl.BlockSpec((bm, bn), lambda j, v, k, group, start, *_: (start[v] // bm, j))],
         scratch=[launch.vmem((bm, bn), jnp.float32)],
+        prefetched=4,
+        cost=cost,
+        name=name,
+    )
+    return jnp.where(jnp.arange(R)[:, None] < walk.end[-1], y, 0)  # other rows are written by nobody
+
+
+def quantized_product(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array,
+    *,
+    kind: str,
+    cost: KernelCost,
+    name: str,
+) -> jax.Array:
+    """Return x · matrix of each row's group, [R, N] in x's dtype; zeros past the last group. Scales are of single
+    outputs, and become float32 in the kernel."""
+    (R, K), (_, stored, N), groups = x.shape, values.shape, scales.shape[1]
+    blocks = tuning.blocks(name, "mosaic_tpu", (R, N, K), x.dtype, quantized.DEFAULT._replace(m=_DEFAULT.m))
+    matrix = quantized.QuantizedTpuTiles.of(kind, stored, groups, N, blocks)
+    bm, bn, bk = min(blocks.m, R), matrix.n, matrix.k
+    walk = visits.of_groups(sizes, R, bm, alignment=bm)
+
+    def kernel(group, start, begin, end, x_ref, values_ref, scales_ref, y_ref, total_ref, wide_scales_ref) -> None:
+        visit, k = pl.program_id(1), pl.program_id(2)
+
+        @pl.when(k == 0)
+        def _() -> None:
+            total_ref[...] = jnp.zeros_like(total_ref)
+            if matrix.scale_rows > groups:
+                wide_scales_ref[...] = jnp.zeros_like(wide_scales_ref)
+            wide_scales_ref[:groups, :] = unit_scales(scales_ref[...], kind)
+
+        quantized.add_step(matrix, k, x_ref, values_ref, wide_scales_ref, total_ref)
+
+        @pl.when(k == pl.num_programs(2) - 1)
+        def _() -> None:
+            total = total_ref[...] * wide_scales_ref[...] if groups == 1 else total_ref[...]
+            is_own = _own_rows(visit, group, start, begin, end, (bm, bn))
+            y_ref[...] = jnp.where(is_own, total, y_ref[...].astype(jnp.float32)).astype(y_ref.dtype)
+
+    (y,) = launch.call(
+        kernel,
+        [walk.group, walk.start, walk.begin, walk.end, quantized.in_stored_order(x, matrix), values, scales],
+        [jax.ShapeDtypeStruct((R, N), x.dtype)],
+        params=launch.mosaic_tpu(("parallel", "arbitrary", "arbitrary")),
+        grid=(pl.cdiv(N, bn), jnp.maximum(walk.count, 1), matrix.steps),
+        in_specs=[
+            pl.BlockSpec((1 + KINDS[kind].packed, bm, bk), lambda j, v, k, group, start, *_: (0, start[v] // bm, k)),
+            pl.BlockSpec((None, bk, bn), lambda j, v, k, group, *_: (group[v], k, j)),
+            pl.BlockSpec((None, groups, bn), lambda j, v, k, group, *_: (group[v], 0, j)),
+        ],
+        out_specs=[pl.BlockSpec((bm, bn), lambda j, v, k, group, start, *_: (start[v] // bm, j))],
+        scratch=[launch.vmem((bm, bn), jnp.float32), launch.vmem((matrix.scale_rows, bn), jnp.float32)],
         prefetched=4,
         cost=cost,
         name=name,

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.core import checks
+from kernels_pallas.core import checks, rows
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.measured import CallClass
-from kernels_pallas.core.quantized import formats
-from kernels_pallas.grouped_matmul import reference, visits, xla
+from kernels_pallas.core.quantized import formats, serving
+from kernels_pallas.grouped_matmul import mosaic_tpu, reference, triton, visits, xla
 
+# In order of preference.
+KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
 _NAME = "quantized_grouped_matmul"
 
 
@@ -43,15 +45,21 @@ def quantized_grouped_matmul(
         `by_outputs` the last two axes of both turned.
       sizes: int32 [G], 0 or more. Rows past the last group have zeros as their result, and no gradient.
       kind: "int8", "w8a8", "int4", "fp8" or "mxfp4".
-      implementation: "reference" or "xla"; None is "xla".
+      implementation: "reference", "xla", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the
+        shape. Kernels read matrices by their inputs alone.
 
     Returns [R, N] in x's dtype. Only x has a gradient. XLA computes it for every implementation but the reference, of
     matrices that it rounds to x's dtype; the gradient of "w8a8" is that of rows that are not rounded.
 
+    Under a mesh of several devices the kernels run inside `jax.shard_map`; elsewhere None is "xla".
+
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     N = _check(x, values, scales, sizes, kind, by_outputs)
-    chosen = choose(_NAME, implementation, {"xla": lambda chip: None}, call=CallClass.of_rows(x))
+    reasons = {
+        name: functools.partial(_unsupported_reason, name, x, values, scales, kind, by_outputs) for name in KERNELS
+    }
+    chosen = choose(_NAME, implementation, reasons | {"xla": lambda chip: None}, call=CallClass.of_rows(x))
     if chosen == "reference" or 0 in (x.size, N):
         return reference.quantized_grouped_matmul(x, values, scales, sizes, kind=kind, by_outputs=by_outputs)
     return _grouped(_Settings(kind, by_outputs, chosen), *vary(x, values, scales, sizes))
@@ -79,12 +87,21 @@ class _Settings(NamedTuple):
     implementation: str
 
 
+def _unsupported_reason(name, x, values, scales, kind, by_outputs, chip) -> str | None:
+    reason = rows.unsupported_reason(x, chip, max_width=None)
+    return reason or serving.unsupported_reason(name, kind, by_outputs, values.shape[1], scales.shape[1])
+
+
 @compiled_once(static=1)
 def _product(settings: _Settings, x, values, scales, sizes) -> jax.Array:
-    tile = xla.tile_rows(len(x), len(sizes))
-    return xla.quantized_product(
-        x, values, scales, sizes, kind=settings.kind, by_outputs=settings.by_outputs, tile=tile
-    )
+    kind, by_outputs, implementation = settings
+    if implementation == "xla":
+        tile = xla.tile_rows(len(x), len(sizes))
+        return xla.quantized_product(x, values, scales, sizes, kind=kind, by_outputs=by_outputs, tile=tile)
+    cost = costs(x, values, scales, sizes, kind=kind).forward
+    per_output = jnp.repeat(scales, values.shape[2] // scales.shape[2], axis=2)
+    run = KERNELS[implementation].quantized_product
+    return run(x, values, per_output, sizes, kind=kind, cost=cost, name=_NAME)
 
 
 @compiled_once(static=1)

@@ -1,10 +1,10 @@
 """Test cases of the grouped product with quantised matrices."""
 
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
-from kernels_pallas.core.quantized.cases import parts
+from kernels_pallas.core.quantized.cases import parts, serves
 from kernels_pallas.grouped_matmul import quantized_grouped_matmul as function
 from kernels_pallas.grouped_matmul import reference
-from kernels_pallas.grouped_matmul.quantized import costs
+from kernels_pallas.grouped_matmul.quantized import KERNELS, costs
 
 _CHIPS = {"uses": {"compile", "bench"}, "dtypes": ("bfloat16",)}
 
@@ -41,6 +41,18 @@ CASES = (
 )
 
 
+def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
+    """Return whether an implementation supports a case: kernels read matrices by their inputs."""
+    return implementation not in KERNELS or serves(implementation, case)
+
+
 OPERATION = KernelOperation(
-    function, reference.quantized_grouped_matmul, (), CASES, costs, ("xla",), gradients_by_xla=True
+    function,
+    reference.quantized_grouped_matmul,
+    tuple(KERNELS),
+    CASES,
+    costs,
+    ("xla",),
+    _serves,
+    gradients_by_xla=True,
 )

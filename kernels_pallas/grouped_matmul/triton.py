@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.quantized import triton as quantized
+from kernels_pallas.core.quantized.triton import QuantizedTritonTiles, TileReads
 from kernels_pallas.core.tiles import precision_of
 from kernels_pallas.grouped_matmul import visits
 
@@ -81,6 +83,60 @@ def product(
         params=launch.triton(blocks.warps, blocks.stages),
         grid=(columns, len(walk.group)),
         in_specs=[*map(_whole, (each.shape for each in operands[:4])), _whole((R + bm, steps * bk)), _whole(shape)],
+        out_specs=[_whole((R + bm, columns * bn))],
+        cost=cost,
+        name=name,
+    )
+    return jnp.where(jnp.arange(R)[:, None] < walk.end[-1], y, 0)  # other rows are written by nobody
+
+
+def quantized_product(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array,
+    *,
+    kind: str,
+    cost: KernelCost,
+    name: str,
+) -> jax.Array:
+    """Return x · matrix of each row's group, [R, N] in x's dtype; zeros past the last group. Scales are of single
+    outputs."""
+    (R, K), (G, stored, N), groups = x.shape, values.shape, scales.shape[1]
+    each = pl.cdiv(R, G)
+    default = quantized.blocks_for(each, x.dtype, kind, stored, groups)
+    blocks = tuning.blocks(name, "triton", (each, N, K), x.dtype, default)
+    matrix = QuantizedTritonTiles.of(kind, stored, groups, N, blocks)
+    bm, bn = matrix.m, matrix.n
+    columns = pl.cdiv(N, bn)
+    walk = visits.of_groups(sizes, R, bm, alignment=1)
+
+    def kernel(group_ref, start_ref, end_ref, count_ref, x_ref, values_ref, scales_ref, y_ref) -> None:
+        j, visit = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(visit < count_ref[0])
+        def _() -> None:
+            group, start = group_ref[visit], start_ref[visit]
+            rows, at_columns = pl.ds(start, bm), pl.ds(j * bn, bn)
+            is_row = (start + jax.lax.broadcasted_iota(jnp.int32, (bm, 1), 0)) < end_ref[group]
+            is_column = j * bn + jax.lax.broadcasted_iota(jnp.int32, (1, bn), 1) < N
+            reads = TileReads(
+                lambda first, width, mask: launch.load(x_ref.at[rows, pl.ds(first, width)], mask),
+                lambda first, height, mask: launch.load(values_ref.at[group, pl.ds(first, height), at_columns], mask),
+                lambda first, height, mask: launch.load(scales_ref.at[group, pl.ds(first, height), at_columns], mask),
+            )
+            total = quantized.tile_of_product(matrix, reads, x.dtype, is_row, is_column if N % bn else None)
+            launch.store(y_ref.at[rows, at_columns], total, _both(is_row, is_column))
+
+    operands = [walk.group, walk.start, walk.end, walk.count[None], x, quantized.as_bytes(values, kind), scales]
+    shapes = (R + bm, K + matrix.k), (G, stored + matrix.k, columns * bn), (G, groups, columns * bn)
+    (y,) = launch.call(
+        kernel,
+        operands,
+        [jax.ShapeDtypeStruct((R, N), x.dtype)],
+        params=launch.triton(blocks.warps, blocks.stages),
+        grid=(columns, len(walk.group)),
+        in_specs=[*map(_whole, (each.shape for each in operands[:4])), *map(_whole, shapes)],
         out_specs=[_whole((R + bm, columns * bn))],
         cost=cost,
         name=name,

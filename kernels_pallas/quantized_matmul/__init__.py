@@ -16,7 +16,7 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.measured import CallClass
-from kernels_pallas.core.quantized import formats, xla
+from kernels_pallas.core.quantized import formats, serving, xla
 from kernels_pallas.core.quantized.formats import KINDS, dequantize, quantize
 from kernels_pallas.quantized_matmul import mosaic_tpu, reference, triton
 
@@ -107,11 +107,7 @@ class _QuantizedSettings(NamedTuple):
 
 def _unsupported_reason(name, x, values, scales, kind, by_outputs, chip) -> str | None:
     reason = rows.unsupported_reason(x, chip, max_width=None)
-    if KINDS[kind].rounds_rows:
-        return "it does not round x"
-    if name == "triton":
-        return reason or triton.unsupported_reason(by_outputs)
-    return reason or mosaic_tpu.unsupported_reason(kind, by_outputs, values.shape[0], scales.shape[0])
+    return reason or serving.unsupported_reason(name, kind, by_outputs, values.shape[0], scales.shape[0])
 
 
 @compiled_once(static=1)

@@ -1,8 +1,8 @@
 """Test cases of products with quantised matrices."""
 
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
-from kernels_pallas.core.quantized.cases import parts
-from kernels_pallas.quantized_matmul import KERNELS, KINDS, costs, mosaic_tpu, reference, triton
+from kernels_pallas.core.quantized.cases import parts, serves
+from kernels_pallas.quantized_matmul import KERNELS, costs, reference
 from kernels_pallas.quantized_matmul import quantized_matmul as function
 
 _CHIPS = {"uses": {"compile", "bench"}, "dtypes": ("bfloat16",)}
@@ -45,15 +45,7 @@ CASES = (
 
 def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     """Return whether an implementation supports a case: kernels read matrices by their inputs."""
-    arrays = case.structs(dtype)
-    if implementation in KERNELS and KINDS[case.options["kind"]].rounds_rows:
-        return False
-    if implementation == "triton":
-        return triton.unsupported_reason(case.options["by_outputs"]) is None
-    if implementation != "mosaic_tpu":
-        return True
-    sizes = {"stored": arrays["values"].shape[0], "groups": arrays["scales"].shape[0]}
-    return mosaic_tpu.unsupported_reason(**case.options, **sizes) is None
+    return implementation not in KERNELS or serves(implementation, case)
 
 
 OPERATION = KernelOperation(

@@ -65,7 +65,10 @@ SAMPLE = {
     },
     "matmul": {"whole epilogue-bfloat16": "mosaic_tpu", "several tiles-float32": "triton"},
     "grouped_matmul": {"odd widths, transposed-bfloat16": "triton", "plain-float32": "mosaic_tpu"},
-    "quantized_grouped_matmul": {},
+    "quantized_grouped_matmul": {
+        "int4, groups of 32-bfloat16": "triton",
+        "mxfp4, several steps-bfloat16": "mosaic_tpu",
+    },
     "quantized_matmul": {"int8-bfloat16": "triton", "int4, groups of 32-float32": "mosaic_tpu"},
     "linear_cross_entropy": {"sum of everything-float32": "triton", "plain-bfloat16": "mosaic_tpu"},
     "flash_attention": {

@@ -37,7 +37,15 @@ CALLS = [
 
 @pytest.mark.parametrize(
     "case, dtype, implementation",
-    sampled(CALLS, ["w8a8, by outputs-bfloat16-xla", "int4, by outputs, groups of 32-float32-xla"]),
+    sampled(
+        CALLS,
+        [
+            "w8a8, by outputs-bfloat16-xla",
+            "int4, by outputs, groups of 32-float32-xla",
+            "fp8, blocks of 128 × 8, more groups than rows-bfloat16-triton",
+            "int4, many rows-bfloat16-mosaic_tpu",
+        ],
+    ),
 )
 def test_implementations_give_what_the_reference_gives(case, dtype, implementation):
     check(OPERATION, case, dtype, implementation)

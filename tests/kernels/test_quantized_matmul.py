@@ -11,9 +11,9 @@ from kernels_pallas import quantized_matmul
 from kernels_pallas.core import interpreted
 from kernels_pallas.core.fp8 import from_bytes
 from kernels_pallas.core.quantized.formats import KINDS, halves
+from kernels_pallas.core.quantized.triton import _half_units_of
 from kernels_pallas.quantized_matmul import dequantize, quantize
 from kernels_pallas.quantized_matmul.cases import OPERATION
-from kernels_pallas.quantized_matmul.triton import _half_units_of
 
 # Kinds with their groups: all inputs of an output, some inputs, and blocks of inputs and outputs.
 STORED = [

@@ -28,7 +28,7 @@ from jaxlm.models.doors.cost import (
     loop,
 )
 from jaxlm.models.doors.door import Signature, door
-from jaxlm.models.doors.quantized_linear import parts_of
+from jaxlm.models.doors.quantized_linear import parts_of, served_by
 from jaxlm.models.logical_axes import GATHERED, HIDDEN, RESIDUAL, Axes
 from jaxlm.models.parameters import axes_of
 from jaxlm.models.quantize_config import Quantization
@@ -229,7 +229,10 @@ def _product_cost(local: Local, tokens: int, x: LocalArray, parts: Sequence[Loca
 
 def _kernel(local: Local, parts: Sequence[LocalArray]) -> str | None:
     """Return the kernel that multiplies, or None where XLA does."""
-    if not local.kernels or local.options["kind"] is not None:
+    if local.options["kind"] is not None:
+        values, scales = parts
+        return served_by(local, values.shape[1], scales.shape[1])
+    if not local.kernels:
         return None
     return "mosaic_tpu" if local.platform == "tpu" else "triton"
 

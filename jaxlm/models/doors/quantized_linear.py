@@ -20,7 +20,8 @@ from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.partition import shards_of
 from jaxlm.parallel.rules import GROUPS
 from kernels_pallas.core import target
-from kernels_pallas.quantized_matmul import KINDS, costs, mosaic_tpu, quantized_matmul
+from kernels_pallas.core.quantized import serving
+from kernels_pallas.quantized_matmul import KINDS, costs, quantized_matmul
 
 _ROWS = 2  # on a CPU one row is multiplied with another beside it
 _SUM_BYTES = 4  # of the sum of products of int8, which is int32
@@ -67,14 +68,17 @@ def declare(local: Local) -> DoorCost:
 
 def _kernel(local: Local) -> str | None:
     """Return the kernel that multiplies, or None where XLA does."""
-    if not local.kernels or local.platform == "cpu" or KINDS[local.options["kind"]].rounds_rows:
-        return None
     _, values, scales, *_ = local.operands
-    if local.platform == "gpu":
-        return "triton"
-    stored, groups = values.shape[0], scales.shape[0]
-    is_served = mosaic_tpu.unsupported_reason(local.options["kind"], False, stored, groups) is None
-    return "mosaic_tpu" if is_served else None
+    return served_by(local, values.shape[0], scales.shape[0])
+
+
+def served_by(local: Local, stored: int, groups: int) -> str | None:
+    """Return the kernel that multiplies with a quantised matrix, or with those of experts, of so many rows of values
+    and groups of inputs; None where XLA does."""
+    kind, name = local.options["kind"], "triton" if local.platform == "gpu" else "mosaic_tpu"
+    if not local.kernels or local.platform == "cpu":
+        return None
+    return name if serving.unsupported_reason(name, kind, False, stored, groups) is None else None
 
 
 @door(_signature, declare, name="quantized_linear")

@@ -1,6 +1,7 @@
 """Quantised matrices of test cases."""
 
-from kernels_pallas.core.cases import CaseArray
+from kernels_pallas.core.cases import CaseArray, KernelCase
+from kernels_pallas.core.quantized import serving
 from kernels_pallas.core.quantized.formats import KINDS
 
 # Standard deviations of numbers whose bytes are all equally likely.
@@ -31,3 +32,9 @@ def parts(
         "values": CaseArray((*stack, *values), known.dtype, "bytes"),
         "scales": CaseArray((*stack, *scales), **drawn),
     }
+
+
+def serves(implementation: str, case: KernelCase) -> bool:
+    """Return whether a kernel supports a case."""
+    stored, groups = (case.arrays[name].shape[-2] for name in ("values", "scales"))
+    return serving.unsupported_reason(implementation, **case.options, stored=stored, groups=groups) is None

@@ -1,9 +1,10 @@
 """Measure the host memory that published weights take on their way onto devices, and on their way back.
 
-    python benchmarks/import_memory.py [--layers N]
+    python benchmarks/import_memory.py [--layers N] [--mixture]
 
 Writes a checkpoint of Llama's form with random numbers into a temporary folder (4 GB of bfloat16 in shards of 1 GB,
-unless there are fewer layers), and beside it what is made of it: three times its size in all. Each case has a process
+unless there are fewer layers), or of Qwen3-30B-A3B's form with its 18,432 tensors of experts, narrower ones, and beside
+it what is made of it: three times its size in all. Each case has a process
 of its own, with eight emulated devices, of which this one reads the anonymous memory every two milliseconds: how far
 its highest value lies above that once the devices have started. Pages of files, which the system takes back when it
 needs them, are not in it. The bound for loading is the arrays' shards and 1.2 times the largest stored tensor.
@@ -25,6 +26,7 @@ import numpy as np
 import results
 
 LAYERS, SHARD_BYTES = 30, 1_000_000_000
+MIXTURE = {"layers": 48, "width": 512, "experts": 128}
 DEVICES, MESH = 8, {"fsdp": 4, "tensor": 2}
 MARGIN = 1.2  # of the largest tensor
 EVERY_S = 0.002
@@ -36,8 +38,11 @@ CASES = {
 }
 
 
-def write_checkpoint(folder: Path, layers: int = LAYERS, width: int = 2048, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write a Hugging Face directory with random finite bfloat16 numbers, and return the bytes of its tensors."""
+def write_checkpoint(
+    folder: Path, layers: int = LAYERS, width: int = 2048, experts: int = 0, shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Write a Hugging Face directory with random finite bfloat16 numbers, and return the bytes of its tensors. With
+    `experts` in each layer it is of Qwen3's form."""
     from jaxlm.families import safetensors, table
     from jaxlm.families.family import families
     from jaxlm.families.files import write_json
@@ -50,13 +55,18 @@ def write_checkpoint(folder: Path, layers: int = LAYERS, width: int = 2048, shar
         "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
     }  # fmt: skip
+    if experts:
+        config |= {
+            "model_type": "qwen3_moe", "vocab_size": 151_936, "moe_intermediate_size": 3 * width // 8,
+            "num_experts": experts, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        }  # fmt: skip
     draw = np.random.default_rng(0)
 
     def numbers(shape: tuple[int, ...]) -> np.ndarray:
         bits = draw.integers(0, 2**16, shape, np.uint16)
         return (bits & 0x81FF | 0x3C00).view(ml_dtypes.bfloat16)  # of any sign and mantissa, and of four exponents
 
-    held = table.tensors(model_of(config, "config.json"), families()["llama"].rules)
+    held = table.tensors(model_of(config, "config.json"), families()[config["model_type"]].rules)
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     tensors = {name: LazyTensor(bfloat16, x.shape, lambda x=x: numbers(x.shape)) for name, x in held.items()}
     files, where = safetensors.shards(tensors, shard_bytes), {}
@@ -146,22 +156,25 @@ def largest_tensor(model: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"of the model ({LAYERS})")
+    parser.add_argument("--mixture", action="store_true", help=f"a mixture of experts: {MIXTURE}")
     arguments = parser.parse_args()
+    form = MIXTURE if arguments.mixture else {"layers": arguments.layers}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
         described = {
-            "layers": arguments.layers,
+            **form,
             "devices": DEVICES,
             "mesh": MESH,
-            "tensors_bytes": write_checkpoint(model, arguments.layers),
+            "tensors_bytes": write_checkpoint(model, **form),
             "largest_tensor_bytes": largest_tensor(model),
         }
         rows = {}
         for case, description in CASES.items():
             rows[case] = {"what": description, **measure(case, model, Path(folder))}
             print(case, json.dumps(rows[case]), flush=True)
-    print(results.write("import_memory", results.cpu(), {**described, "cases": rows}))
+    name = "import_memory-mixture" if arguments.mixture else "import_memory"
+    print(results.write(name, results.cpu(), {**described, "cases": rows}))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ _ADVICE = re.compile(r"\.? *Truncating/padding is|\s*If this mismatch is")
 _REASON = 300
 # The least rate of a disk or network that is fit for training.
 _BYTES_PER_S = 1e8
+# Compressed at a time of an array, and the least size of a file: a few such files wait in memory to be written.
+_CHUNK_BYTES, _FILE_BYTES = 2**23, 2**24
+_FILES = 4096  # of an item, at most; larger files then
 # How much longer processes wait for the slowest one.
 _PATIENCE_S = 1200
 
@@ -97,7 +100,7 @@ class Checkpoints:
         """Begin to write the items of a step, as `save` does."""
         if step in self._manager.all_steps():
             return
-        items = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in parts.items()})
+        items = ocp.args.Composite(**{name: _to_save(item) for name, item in parts.items()})
         metrics = None if held_out_loss is None else {LOSS: held_out_loss}
         self.wait()
         self._began, self._arrays = time.monotonic(), {name: len(jax.tree.leaves(item)) for name, item in parts.items()}
@@ -221,6 +224,14 @@ def _items(state: TrainState) -> dict[str, Any]:
     del parts["base"], parts["working"]
     items = {name: parts.pop(name) for name in ("parameters", "average")}
     return {name: tree for name, tree in items.items() if tree is not None} | {"rest": parts}
+
+
+def _to_save(item: Any) -> ocp.args.PyTreeSave:
+    """Return what Orbax writes of an item: by default an array's whole shard is compressed at once, and up to 2 GB of
+    what is compressed wait in memory."""
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(item))
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), item)
+    return ocp.args.PyTreeSave(item, chunks, ocdbt_target_data_file_size=max(_FILE_BYTES, size // _FILES))
 
 
 def _with_dtypes(folder: Path, like: Tree) -> Tree:

@@ -113,6 +113,16 @@ def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
         )
 
 
+def test_little_of_a_checkpoint_waits_in_memory_to_be_written(tmp_path):
+    """An array is compressed in pieces, into files that are small: Orbax keeps a few in memory, by default of 2 GB."""
+    noise = jnp.asarray(np.random.default_rng(0).random((6, 2**21), np.float32))  # 50 MB that hardly shrink
+    checkpoints.save_parameters(tmp_path, {"x": noise})
+    sizes = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
+    assert sum(sizes) > 40e6 and max(sizes) < checkpoints._FILE_BYTES + 2 * checkpoints._CHUNK_BYTES
+    like = {"x": jax.ShapeDtypeStruct(noise.shape, noise.dtype, sharding=noise.sharding)}
+    np.testing.assert_array_equal(checkpoints.restore_parameters(tmp_path, 0, like)["x"], noise)
+
+
 def test_the_newest_and_the_best_stay(tmp_path):
     written(tmp_path, [3.0, 1.0, 2.0, 2.5, None, 2.6])
     assert steps_in(tmp_path) == [2, 5, 6]

@@ -309,11 +309,12 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
     over = _several(TRAIN.over("sequence"), layout)
-    if training.sequence % (parts := layout.over(over)):
-        fitting = math.ceil(training.sequence / parts) * parts
+    chunks = 2 * layout.over(over)  # `jaxlm.parallel.columns`
+    if chunks > 2 and training.sequence % chunks:
+        fitting = math.ceil(training.sequence / chunks) * chunks
         raise InputError(
-            f"{layout_choice.describe_axes(over)} = {parts} does not divide training.sequence = {training.sequence}: "
-            f"set training.sequence to {fitting}"
+            f"2 × {layout_choice.describe_axes(over)} = {chunks} does not divide training.sequence = "
+            f"{training.sequence}, of which each device has two chunks: set training.sequence to {fitting}"
         )
 
 

@@ -1,6 +1,6 @@
 """The programs that commands run, with abstract operands, for a mesh of devices that need not be present."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,11 @@ from jaxlm.inference.cache_memory import CacheSize, most_pages
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.settings import LOOK_UP, EngineSettings, Speculation
 from jaxlm.models import tree as model_tree
+from jaxlm.parallel.batches import PER_TOKEN, axes_of
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.program import MeshProgram
-from jaxlm.parallel.rules import TRAIN, Kind, Rules
+from jaxlm.parallel.rules import TRAIN, Kind
 from jaxlm.training.step import TrainStep
 
 
@@ -62,14 +63,12 @@ def _train(experiment: Experiment, mesh: Mesh) -> MeshProgram:
     steps = TrainStep.of(experiment)
     state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
     shape = experiment.training.batch, experiment.training.sequence
-    batch = {name: _ids(shape, mesh, TRAIN) for name in ("tokens", "targets", "segments", "positions")}
+    batch = {name: _placed(name, shape, jnp.int32, mesh) for name in PER_TOKEN}
     if experiment.dpo is not None:
-        pairs = _ids((experiment.training.batch, 2), mesh, TRAIN)
-        batch["reference"] = jax.ShapeDtypeStruct(pairs.shape, jnp.float32, sharding=pairs.sharding)
+        batch["reference"] = _placed("reference", (experiment.training.batch, 2), jnp.float32, mesh)
     return MeshProgram(steps.jitted(mesh).train, (state, batch), mesh)
 
 
-def _ids(shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> jax.ShapeDtypeStruct:
-    """Return abstract int32 token ids, sharded over the mesh as the loader shards them."""
-    placement = named_sharding(("batch", "sequence")[: len(shape)], shape, mesh, rules)
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement)
+def _placed(name: str, shape: tuple[int, int], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Return an abstract array of a batch, sharded over the mesh as the loader shards it."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(axes_of(name), shape, mesh, TRAIN))

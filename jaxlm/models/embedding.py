@@ -44,7 +44,7 @@ def _rows_forward(rows_PRD: jax.Array, index_BT: jax.Array) -> tuple[jax.Array, 
 def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
     """Accumulate gradients in float32: in bfloat16 the sum of a frequent token's thousands would stand still.
 
-    Each device sums over its own rows of the batch, and rounds before sums are sent.
+    Each device sums over its own tokens of the batch, and rounds before sums are sent.
     """
     index_BT, like = saved
     _, shards, rows, D = like.shape
@@ -74,7 +74,7 @@ def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
 
         return jax.vmap(put)(rows * jnp.arange(shards))
 
-    d_GPRD = jax.vmap(added)(by_shards(d_BTD, "batch"), by_shards(index_BT, "batch"))
+    d_GPRD = jax.vmap(added)(*(by_shards(x, "batch", "sequence") for x in (d_BTD, index_BT)))
     return jax.lax.reduce_sum(d_GPRD, axes=(0,)), None
 
 

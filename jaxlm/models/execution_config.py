@@ -14,6 +14,9 @@ Dtype = Literal["float32", "bfloat16"]
 # chip, or as what XLA makes of plain JAX.
 Kernels = Literal["auto", "xla"]
 
+# How devices that share a sequence compute its attention (`jaxlm.models.doors.context_parallel`).
+ContextParallel = Literal["auto", "gather", "heads", "ring"]
+
 
 def _remat(value: Any) -> Any:
     listed = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
@@ -41,6 +44,11 @@ class ExecutionConfig(Section):
     """Let "auto" train with kernels alone whose gradients are bit-equal in each run. Without it attention on a GPU may
     be cuDNN's, where it was measured to be faster and the mask allows it, and Mosaic GPU's kernels add the gradient of
     a query in any order."""
+    context_parallel: ContextParallel = "auto"
+    """How the devices of `mesh.context` attend to one another's tokens: each gathers all keys and values ("gather"), or
+    exchanges its tokens for heads ("heads", of which `mesh.context` has to divide those of a device), or keys and
+    values travel around while blocks are computed ("ring"). "auto" takes a ring where blocks are large enough to hide
+    it, and otherwise the way that sends fewer bytes."""
     remat: Remat = "none"
     """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
     activations named, such as ["query", "up"]."""

@@ -7,28 +7,36 @@ from typing import Any
 
 import jax
 
-from jaxlm.models.execution_config import Kernels
+from jaxlm.models.execution_config import ContextParallel, Kernels
 from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation
 
 # A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.
-_chosen: Any = jax.make_user_context(("auto", True))
+_chosen: Any = jax.make_user_context(("auto", True, "auto"))
 
 
 @contextlib.contextmanager
-def using_kernels(kernels: Kernels, deterministic: bool = True) -> Iterator[None]:
+def using_kernels(
+    kernels: Kernels, deterministic: bool = True, context_parallel: ContextParallel = "auto"
+) -> Iterator[None]:
     """Trace models inside with this choice of kernels, also as a decorator; outside it is "auto".
 
-    `deterministic`: gradients of kernels are bit-equal in each run.
+    `deterministic`: gradients of kernels are bit-equal in each run. `context_parallel`: how devices that share a
+    sequence attend to one another's tokens.
     """
-    with _chosen((kernels, deterministic)):
+    with _chosen((kernels, deterministic, context_parallel)):
         yield
 
 
 def deterministic() -> bool:
     """Return whether gradients of kernels have to be bit-equal in each run."""
     return _chosen.value[1]
+
+
+def context_parallel() -> ContextParallel:
+    """Return how devices that share a sequence attend to one another's tokens, as it is asked for."""
+    return _chosen.value[2]
 
 
 def implementation() -> str | None:

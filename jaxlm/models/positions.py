@@ -18,14 +18,19 @@ from jaxlm.models.position_config import (
     RopeConfig,
     YarnScalingConfig,
 )
-from jaxlm.models.rows import LayerIndex, RowContext
+from jaxlm.models.rows import LayerIndex, Reach, RowContext
+from jaxlm.parallel.columns import columns_around, from_column_order, in_column_order
+from jaxlm.parallel.partition import shards_of
 from kernels_pallas.core import target
 from kernels_pallas.flash_attention import KeyRange
 
 
 def packed_causal_mask(positions_BT: jax.Array) -> KeyRange:
-    """Return the causal mask of packed rows: positions restart at 0 with each document, which sees itself alone."""
-    index_BT = jnp.broadcast_to(jnp.arange(positions_BT.shape[1])[None], positions_BT.shape)
+    """Return the causal mask of packed rows: positions restart at 0 with each document, which sees itself alone.
+
+    Keys are counted as the columns of the rows, whatever their order on devices (`jaxlm.parallel.columns`).
+    """
+    index_BT = jnp.broadcast_to(columns_around(positions_BT.shape[1])[None], positions_BT.shape)
     return KeyRange(index_BT - positions_BT, index_BT + 1)
 
 
@@ -74,6 +79,11 @@ class LayerRows:
             key_range = packed_causal_mask(positions_BT)  # layers select among arrays
         self._masks: dict[int | None, Mask] = {None: key_range}
         self._tables: dict[tuple, RopeTable] = {}
+        # Layers of one structure may share a body, whatever their windows.
+        windows: dict[config.BlockConfig, list[int | None]] = {}
+        for block in dict.fromkeys(model.layers):
+            windows.setdefault(traced_structure(block), []).append(block.window)
+        self._reach = {key: None if None in some else max(filter(None, some)) for key, some in windows.items()}
         if length_BT is None:
             length_BT = document_lengths(positions_BT, key_range)
         for block in dict.fromkeys(model.layers):
@@ -89,7 +99,8 @@ class LayerRows:
         tables = [self._tables.get((block.position, block.rope_dim)) for block in at.blocks]
         dropout = self._dropout.at(at.layer + 1)
         mask, table = _select(at.which, masks), _select(at.which, tables)
-        return RowContext(self._positions_BT, mask, table, dropout, self._padding_BT)
+        reach = Reach(self._reach[traced_structure(at.blocks[0])])
+        return RowContext(self._positions_BT, mask, table, dropout, self._padding_BT, reach)
 
 
 def _select(which: jax.Array, cases: Sequence[Any]) -> Any:
@@ -106,13 +117,15 @@ def document_lengths(positions_BT: jax.Array, key_range: Mask) -> jax.Array:
 
     Tokens that see nothing are padding, and do not count.
     """
+    shards = shards_of("sequence", positions_BT.shape[1])
     is_token_BT = jnp.broadcast_to(key_range.end > key_range.start, positions_BT.shape).astype(jnp.int32)
+    positions_BT, is_token_BT = (in_column_order(x, shards) for x in (positions_BT, is_token_BT))
     total_BT = jnp.cumsum(is_token_BT, axis=1)
     before_BT = total_BT - is_token_BT  # tokens of the row before each
     begins_BT = jnp.where(positions_BT == 0, before_BT, total_BT[:, -1:])
     after_BT = jnp.concatenate([begins_BT[:, 1:], total_BT[:, -1:]], axis=1)
     ends_BT = jax.lax.cummin(after_BT, axis=1, reverse=True)  # tokens of the row before the next document
-    return positions_BT + ends_BT - before_BT
+    return from_column_order(positions_BT + ends_BT - before_BT, shards)
 
 
 def rope_table(

@@ -1,5 +1,6 @@
 """The inputs and results of a block besides the residual."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -24,12 +25,21 @@ class LayerIndex(NamedTuple):
     index: jax.Array
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """The most keys that a token sees in any layer that may share a body with this one, known while tracing; None sets
+    no limit."""
+
+    keys: int | None = None
+
+
 class RowContext(NamedTuple):
     """The inputs of a layer besides the residual, for the rows of a batch; they travel with them.
 
     `positions_BT`: of each token in its document. `key_range`: the keys that it attends to. `rope`: the rotary angles
     of its position, or None. `dropout`: that of this layer. `padding_BT`: True where there is no token, or None where
-    what sees no key is padding.
+    what sees no key is padding. `reach`: how far back a token sees.
     """
 
     positions_BT: jax.Array
@@ -37,6 +47,7 @@ class RowContext(NamedTuple):
     rope: RopeTable | None
     dropout: Dropout
     padding_BT: jax.Array | None = None
+    reach: Reach = Reach()
 
     @property
     def is_token_BT(self) -> jax.Array:

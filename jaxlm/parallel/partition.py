@@ -91,20 +91,31 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, rules_around()))
 
 
-def by_shards(x: jax.Array, axis: str) -> jax.Array:
-    """Return x [n, …] as [P, n / P, …], each of P shards on devices of its own; `axis` is its first dimension's."""
+def by_shards(x: jax.Array, *axes: str) -> jax.Array:
+    """Return x [n, …] as [P, n / P, …], each of P shards on devices of its own; `axes` are those of its first dimension
+    or of its first two, [n, m, …] as [P, n / P₁, m / P₂, …] with P = P₁ · P₂ where the second has several shards."""
     mesh = mesh_around()
     if mesh.empty:
         return x[None]
-    shards = shards_of(axis, x.shape[0])
-    (target,) = partition((axis,), x.shape[:1], mesh, rules_around())
-    return jax.lax.with_sharding_constraint(x.reshape(shards, -1, *x.shape[1:]), PartitionSpec(target))
+    first, *second = partition(axes, x.shape[: len(axes)], mesh, rules_around())
+    shards, parts = (shards_of(axis, size) for axis, size in zip((*axes, None)[:2], (*x.shape, 1)[:2], strict=True))
+    if parts == 1:
+        return jax.lax.with_sharding_constraint(x.reshape(shards, -1, *x.shape[1:]), PartitionSpec(first))
+    x = x.reshape(shards, -1, parts, x.shape[1] // parts, *x.shape[2:]).swapaxes(1, 2)
+    x = jax.lax.with_sharding_constraint(x, PartitionSpec(first, *second))
+    return x.reshape(-1, *x.shape[2:])
 
 
-def shards_of(axis: str, size: int) -> int:
+def shards_of(axis: str | None, size: int) -> int:
     """Return the number of shards of a dimension of this size under the mesh and rules around."""
     mesh = mesh_around()
     return 1 if mesh.empty else rules_around().shards(axis, size, _sizes_left(mesh))
+
+
+def mesh_axes_of(axis: str) -> tuple[str, ...]:
+    """Return the mesh axes with several devices that shard a logical axis under the mesh and rules around."""
+    sizes = _sizes_left(mesh_around())
+    return tuple(name for name in rules_around().over(axis) if sizes.get(name, 1) > 1)
 
 
 def is_sharded(axis: str) -> bool:

@@ -1,6 +1,7 @@
 """One optimizer step and one evaluation step, as pure functions of plain trees."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -189,7 +190,7 @@ class TrainStep:
         `z_loss`, the mean term that was added to the loss, and what layers and other objectives return
         (`jaxlm.models.rows.Auxiliary`).
         """
-        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
+        with self._as_executed():
             terms, grads, targets = self.gradients(state, batch)
             grads = self._mask_frozen(grads)
             grad_norm = optax.tree.norm(grads)
@@ -240,14 +241,14 @@ class TrainStep:
         """Return the sum of the losses and their number, of parameters with those of the base. Of text it is the
         cross-entropy, whatever the objective is, so that runs can be compared."""
         objective = self.objective if self.dpo is not None else NextToken(self.training.z_loss)
-        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
+        with self._as_executed():
             terms = self.loss_sums(self._cast(parameters), batch, Dropout(), objective)
             return terms.losses["loss"], objective.count(batch)
 
     def preference_logprobs(self, parameters: Tree, batch: Batch) -> jax.Array:
         """Return ln p of the chosen and of the rejected answers, float32 [B, 2], as `objectives` does, of parameters
         with those of the base."""
-        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
+        with self._as_executed():
             module = nnx.merge(self._graph, self._cast(parameters))
             positions = batch["positions"]
             mask, execution = packed_causal_mask(positions), self.execution
@@ -261,7 +262,7 @@ class TrainStep:
         layer, [L]. It is a program of its own, so that looking changes no rounding in `train` and costs nothing on
         other steps.
         """
-        with kernels.using_kernels(self.execution.kernels, self.execution.deterministic):
+        with self._as_executed():
             _, grads, targets = self.gradients(state, batch)
             module = nnx.merge(self._graph, model_tree.joined(self._weights(state), state.base))
             squares_ML = jax.lax.map(
@@ -304,6 +305,10 @@ class TrainStep:
             preference_logprobs=jax.jit(self.preference_logprobs, out_shardings=whole, compiler_options=options),
             norms=jax.jit(self.norms, out_shardings=whole, compiler_options=options),
         )
+
+    def _as_executed(self) -> AbstractContextManager[None]:
+        execution = self.execution
+        return kernels.using_kernels(execution.kernels, execution.deterministic, execution.context_parallel)
 
     @property
     def objective(self) -> Objective:

@@ -15,7 +15,6 @@ from kernels_pallas.core import checks
 from kernels_pallas.core.attention import reference
 from kernels_pallas.core.attention.key_range import (
     KeyRange,
-    are_positions,
     array_module,
     causal,
     clipped,
@@ -35,6 +34,7 @@ from kernels_pallas.core.launch import KernelCost, KernelCosts, vary
 from kernels_pallas.core.measured import CallClass
 from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, triton, xla
+from kernels_pallas.flash_attention.arguments import check
 from kernels_pallas.flash_attention.operands import EVERY_GRADIENT, Gradients, Operands, unmasked_scores
 
 __all__ = [
@@ -44,9 +44,11 @@ __all__ = [
     "causal",
     "costs",
     "flash_attention",
+    "gradients_over_part",
     "has_one_backward_kernel",
     "intersection",
     "kernel_of",
+    "over_part",
     "packed",
     "prefix_lm",
     "shifted",
@@ -127,7 +129,7 @@ def flash_attention(
     """
     checks.boolean("flash_attention", is_causal=is_causal, deterministic=deterministic)
     checks.boolean("flash_attention", return_log_sum_exp=return_log_sum_exp)
-    _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk, documents)
+    check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk, documents)
     arrays: tuple = query, key, value, sinks, bias
     options = _Options(is_causal, scale, soft_cap, query_chunk, return_log_sum_exp, documents, deterministic)
     forward, training = _routes(implementation, options, key_range, *arrays)
@@ -221,19 +223,75 @@ def _attend_by(route: _Route, options: _Options, key_range: Any, query, key, val
     operands = Operands(query, key, value, None, None, sinks, bias)
     if name == "cudnn":
         return cudnn.flash_attention(operands, key_range, scale, documents)
-    out, log_sum_exp = _by_kernels(name, operands, key_range, scale, soft_cap, deterministic)
+    out, log_sum_exp = _attend(*_call(name, operands, key_range, scale, soft_cap, deterministic))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
 
-def _by_kernels(
+def over_part(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    key_range: KeyRange | tuple[Any, Any],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    deterministic: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return attention over a part of the keys, [B, T, N, V], and the log-sum-exp of their scores, float32 [B, T, N].
+
+    Arguments are those of `flash_attention`. It has no derivative: `gradients_over_part` gives it for this part, and
+    None chooses what is fastest in both.
+    """
+    check(query, key, value, key_range, scale=scale, soft_cap=soft_cap)
+    options = _Options(False, scale, soft_cap, None, True, None, deterministic)
+    route = _routes(implementation, options, key_range, query, key, value, None, None)[1]
+    return _attend_by(route, options, key_range, query, key, value, None, None)
+
+
+def gradients_over_part(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    log_sum_exp: jax.Array,
+    delta: jax.Array,
+    *,
+    key_range: KeyRange | tuple[Any, Any],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    deterministic: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return what a part of the keys gives to the gradient of the queries, and the gradients of its keys and values.
+
+    Args:
+      d_out: the gradient of attention over all keys, [B, T, N, V].
+      log_sum_exp, delta: of all keys, float32 [B, T, N]: the log-sum-exp, and Σ output · d_out over V less the gradient
+        of the log-sum-exp.
+    """
+    check(query, key, value, key_range, scale=scale, soft_cap=soft_cap)
+    options = _Options(False, scale, soft_cap, None, True, None, deterministic)
+    route = _routes(implementation, options, key_range, query, key, value, None, None)[1]
+    rows = jnp.swapaxes(log_sum_exp, 1, 2), jnp.swapaxes(delta, 1, 2)
+    if route.implementation == "reference":
+        with _multiplied_as(route.multiplied_as, query.dtype):
+            return reference.gradients(query, key, value, d_out, *rows, key_range, scale, soft_cap)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    operands = Operands(query, key, value, None, None, None, None)
+    settings, operands = _call(route.implementation, operands, key_range, scale, soft_cap, deterministic)
+    return _gradients_of_rows(settings, operands, d_out, *rows)
+
+
+def _call(
     implementation: str,
     operands: Operands,
     key_range: Any,
     scale: float,
     soft_cap: float | None,
     deterministic: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the output [B, T, N, V] and log-sum-exp [B, N, T] by one of KERNELS."""
+) -> tuple[tuple[FlashSettings, ...], Operands]:
+    """Return the settings of each interval and the operands of a call of one of KERNELS."""
     start, end = clipped(key_range, *operands.query.shape[:2], operands.key.shape[1])
     operands = operands._replace(start=start, end=end)
     soft_cap = None if soft_cap is None else float(soft_cap)
@@ -244,7 +302,7 @@ def _by_kernels(
     settings = tuple(
         FlashSettings(scale, soft_cap, *each, implementation, deterministic) for each in zip(seen, known, strict=True)
     )
-    return _attend(settings, Operands(*vary(*operands)))
+    return settings, Operands(*vary(*operands))
 
 
 def call_class(query: Any, key: Any, value: Any, key_range: Any) -> CallClass:
@@ -264,12 +322,13 @@ def kernel_of(
     key_range: Any,
     deterministic: bool,
     sinks: Any = None,
+    return_log_sum_exp: bool = False,
 ) -> str | None:
     """Return the kernel, or "cudnn", that None takes on a chip, which need not be here; None where XLA computes.
 
     Args:
       query, key, value, key_range, sinks: arrays, or shapes and dtypes; a mask of these is not known while tracing.
-      training: the call is differentiated. deterministic: as of `flash_attention`.
+      training: the call is differentiated. deterministic, return_log_sum_exp: as of `flash_attention`.
     """
     if query.shape[1] < _FEW_QUERIES:
         return None
@@ -278,7 +337,7 @@ def kernel_of(
     def unsupported_reason(name: str) -> str | None:
         if name == "cudnn":
             refused = cudnn.NOT_DETERMINISTIC if training and deterministic else None
-            return cudnn.unsupported_reason(operands, key_range, None, False, None, chip) or refused
+            return cudnn.unsupported_reason(operands, key_range, None, return_log_sum_exp, None, chip) or refused
         return cannot_lower(name, chip) or _unsupported_reason(name, operands, chip)
 
     call, direction = call_class(query, key, value, key_range), "training" if training else "forward"
@@ -370,29 +429,45 @@ def _forward(settings: tuple[FlashSettings, ...], operands: Operands) -> tuple:
 @compiled_once(static=1)
 def _backward(settings: tuple[FlashSettings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
     operands, out, log_sum_exp = saved
-    operands = _whole(settings, operands)
     d_out, d_log_sum_exp = cotangents
-    kernels = KERNELS[settings[0].implementation]
     # Σ weights · their gradients per row, less the gradient of the row's sum: all that a score's gradient needs of
     # the other scores.
     products_BTNV = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products_BTNV, axis=-1), 1, 2) - d_log_sum_exp
-    # Any finite numbers stand for a row that sees nothing: exp2(−∞ − 0) is 0, whatever the cotangent of its −∞ is.
-    some = log_sum_exp != -jnp.inf
-    sums, delta = jnp.where(some, log_sum_exp, 0.0), jnp.where(some, delta, 0.0)
-    rows = sums * LOG2_E, delta, d_out
-    calls = list(zip(settings, operands.by_interval(), strict=True))
-    gradients = zip(*[kernels.backward(*call, *rows) for call in calls], strict=True)
-    d_query, d_key, d_value = (functools.reduce(operator.add, each) for each in gradients)
+    d_query, d_key, d_value = _gradients_of_rows(settings, operands, d_out, log_sum_exp, delta)
     d_sinks = None
     if operands.sinks is not None:
+        sums, delta = _finite(log_sum_exp, delta)
         of_sink = recomputed(jnp.exp(operands.sinks.astype(jnp.float32)[None, :, None] - sums))
         d_sinks = jnp.sum(-of_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)
-    d_bias = None if operands.bias is None else _bias_gradient(settings[0], operands, d_out, d_log_sum_exp)
+    whole = _whole(settings, operands)
+    d_bias = None if operands.bias is None else _bias_gradient(settings[0], whole, d_out, d_log_sum_exp)
     return (Operands(d_query, d_key, d_value, None, None, d_sinks, d_bias),)
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _gradients_of_rows(
+    settings: tuple[FlashSettings, ...],
+    operands: Operands,
+    d_out: jax.Array,
+    log_sum_exp: jax.Array,
+    delta: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of query, key and value by a kernel, of the log-sum-exp and delta [B, N, T] of each row."""
+    kernels = KERNELS[settings[0].implementation]
+    sums, delta = _finite(log_sum_exp, delta)
+    calls = zip(settings, _whole(settings, operands).by_interval(), strict=True)
+    gradients = zip(*[kernels.backward(*call, sums * LOG2_E, delta, d_out) for call in calls], strict=True)
+    d_query, d_key, d_value = (functools.reduce(operator.add, each) for each in gradients)
+    return d_query, d_key, d_value
+
+
+def _finite(log_sum_exp: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both with zeros for rows that see nothing: exp2(−∞ − 0) is 0, whatever the cotangent of their −∞ is."""
+    some = log_sum_exp != -jnp.inf
+    return jnp.where(some, log_sum_exp, 0.0), jnp.where(some, delta, 0.0)
 
 
 def _bias_gradient(
@@ -416,53 +491,3 @@ def _bias_gradient(
     with _multiplied_as(settings.implementation, operands.query.dtype):
         _, pull_back = jax.vjp(attend, operands.bias)
         return pull_back((d_out, jnp.swapaxes(d_log_sum_exp, 1, 2)))[0]
-
-
-def _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk, documents) -> None:
-    def wrong(what: str, got: Any, right: str) -> None:
-        raise ValueError(f"flash_attention: {what} is {got}; it must be {right}")
-
-    checks.array("flash_attention", query=query, key=key, value=value)
-    checks.floating("flash_attention", query=query, key=key, value=value, sinks=sinks, bias=bias)
-    for name, x, axes in (("query", query, "B, T, N, H"), ("key", key, "B, S, K, H"), ("value", value, "B, S, K, V")):
-        if x.ndim != 4:
-            wrong(name, list(x.shape), f"[{axes}]")
-        if x.dtype != query.dtype:
-            wrong(name, x.dtype, f"{query.dtype} like query")
-    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
-    if key.shape != (B, S, K, H):
-        wrong("key", list(key.shape), f"[{B}, S, K, {H}] for query {list(query.shape)}")
-    if value.shape[:3] != (B, S, K):
-        wrong("value", list(value.shape), f"[{B}, {S}, {K}, V] for key {list(key.shape)}")
-    if H == 0:
-        wrong("query", list(query.shape), "of heads with at least one channel")
-    if N % K if K else N:
-        wrong("the number of query heads", N, f"a multiple of the {K} key/value heads")
-    pair = isinstance(key_range, tuple) and len(key_range) == 2 and all(hasattr(x, "dtype") for x in key_range)
-    if key_range is not None and not pair:
-        got = f"{key_range.dtype}{list(key_range.shape)}" if hasattr(key_range, "dtype") else repr(key_range)[:60]
-        wrong(
-            "key_range", got, "two arrays, start and end, as `causal` and others make; any other mask is a bias of −∞"
-        )
-    for name, x in zip(("start", "end"), key_range or (), strict=bool(key_range)):
-        shaped = x.ndim in (2, 3) and 0 not in x.shape[:-2] and x.shape[-2:] in ((B, T), (1, T))
-        if not (shaped and are_positions(x)):
-            right = f"int32[{B}, {T}] or int32[1, {T}], or a union's, with one more axis"
-            wrong(f"key_range's {name}", f"{x.dtype}{list(x.shape)}", right)
-    if key_range is not None and key_range[0].shape[:-2] != key_range[1].shape[:-2]:
-        wrong("key_range's end", list(key_range[1].shape), f"of as many intervals as start, {list(key_range[0].shape)}")
-    if is_causal and T != S:
-        wrong("the number of keys", S, f"{T} like that of queries where is_causal")
-    if sinks is not None and sinks.shape != (N,):
-        wrong("sinks", list(sinks.shape), f"[{N}]")
-    if bias is not None and (
-        bias.ndim != 4
-        or bias.shape[3] != S
-        or any(size not in (1, most) for size, most in zip(bias.shape, (B, N, T), strict=False))
-    ):
-        wrong("bias", list(bias.shape), f"[{B} or 1, {N} or 1, {T} or 1, {S}]")
-    checks.positive_or_none("flash_attention", scale=scale, soft_cap=soft_cap)
-    if documents is not None and not (isinstance(documents, int | np.integer) and documents > 0 and T == S):
-        wrong("documents", documents, f"a positive whole number, of {T} queries and as many keys")
-    if query_chunk is not None and not (isinstance(query_chunk, int | np.integer) and query_chunk > 0):
-        wrong("query_chunk", query_chunk, "a positive whole number")

@@ -31,6 +31,11 @@ class CrossEntropySharding(NamedTuple):
     channel_dimension: int = 0
     shards: int = 1
 
+    @property
+    def within_rows(self) -> tuple[str, ...]:
+        """The mesh axes over which dimensions of the tokens behind the first are sharded."""
+        return tuple(axis for entry in dict(self.specs).get("t", ())[1:] for axis in _axes(entry))
+
     def of_logits(self) -> PartitionSpec:
         """Return the spec of the logits: tokens, and then labels."""
         return PartitionSpec(*dict(self.specs)["t"], self.labels or None)

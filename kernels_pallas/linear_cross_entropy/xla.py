@@ -26,7 +26,8 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.linear_cross_entropy`. XLA partitions it; logits are sharded as tokens and labels."""
     mesh = jax.sharding.get_abstract_mesh()
-    flat = all(mesh.shape[axis] == 1 for axis in sharding.labels)
+    apart = (*sharding.labels, *sharding.within_rows)
+    flat = all(mesh.shape[axis] == 1 for axis in apart)
     logits_ = logits(hidden, unembedding, transposed, soft_cap, flat)
     if sharding.specs:
         logits_ = jax.lax.with_sharding_constraint(logits_, sharding.of_logits())

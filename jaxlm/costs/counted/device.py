@@ -38,7 +38,7 @@ class DeviceStep:
             forward = work.model, work.page, work.quantized, work.cache_dtype
             self.recording, self._sections = recorder.record_engine(*forward), work.sections
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
-        of_rows = work.rows(), work.draws(), self._sections, dtypes, *work.target
+        of_rows = work.rows(), work.draws(), self._sections, dtypes, *work.target, work.execution.context_parallel
         self._costs, self.rerun = _shared(*forward, work.rules, work.frozen, layout, *of_rows)
 
     @cached_property
@@ -86,7 +86,9 @@ class DeviceStep:
             self._placed[key] = self._place(use)
         operands, results = map(self._local_arrays, self._placed[key])
         training, sections = work.kind == "train", self._sections
-        local = Local(operands, results, use.marker.options, *work.target, training, sections)
+        local = Local(
+            operands, results, use.marker.options, *work.target, training, sections, work.execution.context_parallel
+        )
         self._costs[key] = local, use.marker.door.declare(local)
         return self._costs[key]
 

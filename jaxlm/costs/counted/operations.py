@@ -184,6 +184,8 @@ def _gradients(
         computed = declared.gradients or [operand in device.trained for operand in operands]
         gradients = itertools.compress(op.product.gradients(), computed)
         yield from (op.in_phase("backward", product) for product in gradients)
+        if declared.again:
+            yield op.in_phase("rematerialised")
 
 
 def _traced(use: RecordedOp, traced: Traced) -> Iterator[Operation]:

@@ -150,7 +150,7 @@ def _adapters(device: DeviceStep) -> Iterator[Collective]:
     those of adapters. The gradient of a product's operand is summed where devices have parts of the result; the
     gradient of its matrix is summed where each device has rows of its own.
     """
-    work, uses = device.work, device.recording.uses
+    work, uses, summed = device.work, device.recording.uses, device.work.rules.summed_each_microbatch
     relayed = {use.results[0] for use in uses if device.cost(use).relays}
     for use in uses:
         product = device.cost(use).weight_product
@@ -161,8 +161,8 @@ def _adapters(device: DeviceStep) -> Iterator[Collective]:
         outputs = tuple(axis for axis in together(stored) if axis not in rows)  # devices have parts of the result
         if outputs:
             yield Collective("all-reduce", outputs, times, device.local(use).operands[0].bytes, "adapters")
-        elif rows := together(device.placed(use, 0)[1:2]):
-            yield Collective("all-reduce", rows, times, device.weight_bytes(use), "adapters")
+        elif left := tuple(axis for axis in together(device.placed(use, 0)[1:2]) if axis not in summed):
+            yield Collective("all-reduce", left, times, device.weight_bytes(use), "adapters")
 
 
 def _copies(device: DeviceStep) -> Iterator[Collective]:
@@ -267,17 +267,17 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
 
 
 def _operands(device: DeviceStep) -> Iterator[Collective]:
-    """Yield the gathering of operands that doors declare, and the scattering of their gradients."""
+    """Yield the exchanges of operands that doors declare."""
     work, again = device.work, run_again(device)
     for use in device.recording.uses:
-        for each in device.cost(use).gathers:
-            i = each.operand
-            before = together(work.placed(each.axes, use.shapes[i], use.num_query_heads))
-            over = tuple(axis for axis in before if axis not in together(device.placed(use, i)))
-            operand, times = device.local(use).operands[i], work.passes * use.times
+        for each in device.cost(use).exchanges:
+            before = together(work.placed(each.axes, use.shapes[each.operand], use.num_query_heads))
+            over = tuple(axis for axis in before if axis not in together(device.placed(use, each.operand)))
             reruns = use.layer is not None and not again.isdisjoint(use.results)
-            yield Collective("all-gather", over, times * (1 + reruns), operand.bytes, "keys")
-            yield Collective("reduce-scatter", over, times * operand.is_trained, operand.bytes, "keys")
+            runs = {"forward": (1 + reruns) * each.forward, "backward": device.trains(use) * each.backward}
+            for phase, times in runs.items():
+                behind = phase if each.is_hidden else None
+                yield Collective(each.kind, over, work.passes * use.times * times, each.bytes, "keys", behind)
 
 
 def _statistics(device: DeviceStep) -> Iterator[Collective]:

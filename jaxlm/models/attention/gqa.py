@@ -73,6 +73,7 @@ class GroupedQueryAttention(Module):
             scale=settings.scale,
             soft_cap=settings.soft_cap,
             window=settings.window,
+            reach=rows.reach.keys,
         )
         (output_BTD,) = linear(attended_BTNH, self.output, biases=(self.output_bias,))
         return output_BTD, cache, Auxiliary()

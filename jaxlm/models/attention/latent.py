@@ -80,7 +80,7 @@ class LatentAttention(Module):
         key_BTNE = jnp.concatenate([shared_BTNR, nope_BTNH], axis=-1)
         query_BTNE, key_BTNE, value_BTNV = named_heads(query_BTNE, key_BTNE, value_BTNV)
         cache = cache.update(rows, key=key_BTNE, value=value_BTNV)
-        return attention(query_BTNE, cache.view(), scale=self.settings.scale), cache
+        return attention(query_BTNE, cache.view(), scale=self.settings.scale, reach=rows.reach.keys), cache
 
     def _absorbed(
         self, query_BTNE: jax.Array, latent_BTC: jax.Array, key_BT1R: jax.Array, rows: RowContext, cache: LayerCache

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import kernels
+from jaxlm.models.doors.context_parallel import SharedSequence, shared_attention
 from jaxlm.models.doors.cost import (
     DoorCost,
     DoorProduct,
-    Gathered,
     Local,
     Loop,
     Product,
@@ -52,15 +53,10 @@ def _operands(query_BTNH: jax.Array, view: CacheView, sinks: nnx.Param | None) -
     assert view.key_range is not None, "the cache is updated before attention reads it"
     arrays = (query_BTNH, HEADS), (view.arrays["key"], KEYS), (view.arrays["value"], KEYS)
     arrays = *arrays, (None if sinks is None else sinks[...], HEADS[2:3])
-    if _knows_mask(view):
+    if isinstance(view.key_range, OneDocumentMask):
         return list(arrays)
     start_BT, end_BT = jnp.asarray(view.key_range.start), jnp.asarray(view.key_range.end)
     return [*arrays, (start_BT, HEADS[:2]), (end_BT, HEADS[:2])]
-
-
-def _knows_mask(view: CacheView) -> bool:
-    """Return whether the mask of the queries on one device is known while tracing."""
-    return isinstance(view.key_range, OneDocumentMask) and not is_sharded("sequence")
 
 
 def _signature(
@@ -71,8 +67,15 @@ def _signature(
     scale: float | None,
     soft_cap: float | None,
     window: int | None,
+    reach: int | None,
 ) -> Signature:
-    options = {"soft_cap": soft_cap, "window": window, "is_causal": view.is_causal, "sinks": sinks is not None}
+    options = {
+        "soft_cap": soft_cap,
+        "window": window,
+        "reach": reach,
+        "is_causal": view.is_causal,
+        "sinks": sinks is not None,
+    }
     attended = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], view.arrays["value"].shape[-1]), query_BTNH.dtype)
     # Where it is computed the kernel names it, with its log-sum-exp.
     return Signature(_operands(query_BTNH, view, sinks), [(attended, HEADS)], options, name="attention")
@@ -100,19 +103,55 @@ def _declare(local: Local) -> DoorCost:
     query, key, value = local.operands[:3]
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     sizes = _Sizes(B, T, S, K, N // K, H, value.shape[-1])
+    if local.options["is_causal"] and T < S:
+        return _of_shared(local, sizes)
+    return _cost(local, sizes)
+
+
+def _of_shared(local: Local, sizes: _Sizes) -> DoorCost:
+    """Return the cost of attention over a sequence that devices share, each with T of its S tokens."""
+    query, *pair = local.operands[:3]
+    B, T, S, K, G, *_ = sizes
+    shared = SharedSequence(S // T, T, K * G, K, local.options["reach"])
+    blocks = [x._replace(shape=(B, T, *x.shape[2:])) for x in pair]
+    way = shared.way(local.context_parallel)
+    if way == "ring":
+        cost = _cost(local, sizes._replace(S=T), blocks=len(shared.hops))
+    elif way == "heads":
+        cost = _cost(local, sizes._replace(T=S, K=K // shared.shards), chunks=False)
+    else:
+        cost = _cost(local, sizes)
+        gathered = sum(x.bytes for x in pair) - sum(x.bytes for x in blocks)
+        cost = cost._replace(saved=cost.saved._replace(bytes=cost.saved.bytes + gathered))
+    return cost._replace(exchanges=tuple(shared.exchanges(way, query, *blocks)))
+
+
+def _cost(local: Local, sizes: _Sizes, chunks: bool = True, blocks: int | None = None) -> DoorCost:
+    """Return the cost of attention of these sizes, of which `blocks` follow one another, that of a ring. `chunks`: XLA
+    leaves out scores on a CPU."""
+    query = local.operands[0]
     has_sinks = local.options["sinks"]
-    use = _KernelUse(local.platform, local.device_kind, local.training, local.deterministic, query.dtype, has_sinks)
+    use = _KernelUse(
+        local.platform,
+        local.device_kind,
+        local.training,
+        local.deterministic,
+        query.dtype,
+        has_sinks,
+        blocks is not None,
+    )
     trained = [operand.is_trained for operand in local.operands[:3]]
     wanted = Gradients(trained[0], trained[1] or trained[2])
     kernel = _kernel(use, sizes, wanted) if local.kernels else None
-    cost = _by_xla(local, sizes) if kernel is None else _by_kernel(local, sizes, kernel)
-    return cost._replace(gathers=(Gathered(1, KV_HEADS), Gathered(2, KV_HEADS)))
+    if kernel is not None:
+        return _by_kernel(local, sizes, kernel, blocks)
+    return _by_xla(local, sizes, chunks) if blocks is None else _ring_by_xla(local, sizes, blocks)
 
 
-def _parts(local: Local, sizes: _Sizes) -> list[tuple[int, int]]:
+def _parts(local: Local, sizes: _Sizes, chunks: bool) -> list[tuple[int, int]]:
     """Return queries and keys of each sequence between which XLA computes scores, part by part: on a CPU causal
     attention is computed in chunks (`kernels_pallas.flash_attention.causal_chunks`)."""
-    if local.platform == "cpu" and local.options["is_causal"] and sizes.T == sizes.S:
+    if chunks and local.platform == "cpu" and local.options["is_causal"] and sizes.T == sizes.S:
         return [(end - first, end) for first, end in causal_chunks.bounds(sizes.T)]
     return [(sizes.T, sizes.S)]
 
@@ -127,14 +166,15 @@ def _products(sizes: _Sizes, queries: int, keys: int, visible: VisibleFraction) 
     )
 
 
-def _by_kernel(local: Local, sizes: _Sizes, kernel: "_Kernel") -> DoorCost:
+def _by_kernel(local: Local, sizes: _Sizes, kernel: "_Kernel", blocks: int | None) -> DoorCost:
     """Return the cost of attention in a kernel, whose backward pass computes the scores again.
 
     Where one kernel gives the queries' gradient and one the keys' and the values', each computes the scores and the
     gradient of the weights, which is the first of the second product's, and runs if its gradients are asked for.
     """
     (result,) = local.results
-    first, second = _products(sizes, sizes.T, sizes.S, visible_fraction(sizes.T, sizes.S, local.options["window"]))
+    first, second = _products(sizes, sizes.T, sizes.S, _visible(local, sizes, blocks))
+    first, second = first._replace(times=blocks or 1), second._replace(times=blocks or 1)
     weights, gradients = second._replace(product=second.product.gradients()[0]), kernel.gradients
     again = (first, first, weights) if sum(gradients) == 2 and not kernel.is_one_backward else (first,)
     log_sums = 4 * math.prod(result.shape[:-1])
@@ -145,16 +185,39 @@ def _by_kernel(local: Local, sizes: _Sizes, kernel: "_Kernel") -> DoorCost:
     )
 
 
-def _by_xla(local: Local, sizes: _Sizes) -> DoorCost:
+def _visible(local: Local, sizes: _Sizes, blocks: int | None = None) -> VisibleFraction:
+    """Return the fraction of scores that are visible, the same on each device that shares a sequence."""
+    length = local.operands[1].shape[1]
+    visible, computed = visible_fraction(length, length, local.options["window"]), (blocks or 1) * sizes.S
+    return VisibleFraction(*(each * Fraction(length, computed) for each in visible))
+
+
+def _ring_by_xla(local: Local, sizes: _Sizes, blocks: int) -> DoorCost:
+    """Return the cost of a ring of blocks whose scores go through memory, and are computed again for gradients."""
+    query, (result,) = local.operands[0], local.results
+    B, T, S, K, G, H, V = sizes
+    scores, rows, log_sums = B * K * G * T * S, query.itemsize * B * (T * G + S) * K, 4 * math.prod(result.shape[:-1])
+    products = [
+        each._replace(bytes=rows * width, unfused=4 * scores, gradients=(True, True), times=blocks, visible=None)
+        for each, width in zip(_products(sizes, T, S, _visible(local, sizes, blocks)), (H, V), strict=True)
+    ]
+    products[0] = products[0]._replace(again=True)
+    passes = [loop(_SOFTMAX, query, "softmax", scores, kind="scores", times=blocks)]
+    passes += [loop(_SOFT_CAP, query, "softmax", scores, kind="scores", times=blocks)] * bool(local.options["soft_cap"])
+    saved = Saved((0, 1, 2), (0,), with_result=log_sums)
+    return DoorCost(tuple(products), passes=tuple(passes), saved=saved, workspace=_workspace(local, scores))
+
+
+def _by_xla(local: Local, sizes: _Sizes, chunks: bool) -> DoorCost:
     """Return the cost of attention whose scores go through memory."""
     (query, key, value), (result,) = local.operands[:3], local.results
     B, T, S, K, G, H, V = sizes
     itemsize, window, cap = query.itemsize, local.options["window"], bool(local.options["soft_cap"])
-    visible, products, scores = visible_fraction(T, S, window), [], 0
+    visible, products, scores = _visible(local, sizes), [], 0
     wants_scores = query.is_trained or key.is_trained
     wants_weights = wants_scores or (local.options["sinks"] and local.operands[3].is_trained)
     gradients = (query.is_trained, key.is_trained), (wants_weights, value.is_trained)
-    for queries, keys in _parts(local, sizes):
+    for queries, keys in _parts(local, sizes, chunks):
         rows, numbers = itemsize * B * (queries * G + keys) * K, B * K * G * queries * keys
         widths = (H, 4), (V, itemsize)  # and the bytes of a score before the softmax, of a weight after it
         for product, (width, each), of in zip(_products(sizes, queries, keys, visible), widths, gradients, strict=True):
@@ -201,7 +264,8 @@ class _Kernel(NamedTuple):
 
 
 class _KernelUse(NamedTuple):
-    """A call's chip, direction, promise, dtype, and whether it has sinks, by which its kernel is chosen."""
+    """A call's chip, direction, promise, dtype, and whether it has sinks, by which its kernel is chosen. `in_blocks`:
+    it returns the log-sum-exp, and its sinks come after it."""
 
     platform: str
     device_kind: str | None
@@ -209,13 +273,14 @@ class _KernelUse(NamedTuple):
     deterministic: bool
     dtype: str
     sinks: bool
+    in_blocks: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(use: _KernelUse, sizes: _Sizes, wanted: Gradients) -> _Kernel | None:
     """Return the kernel that runs on a chip; None if XLA computes instead: with few queries, or with a head dim that no
     kernel of the chip takes."""
-    platform, device_kind, training, deterministic, dtype, has_sinks = use
+    platform, device_kind, training, deterministic, dtype, has_sinks, in_blocks = use
     if platform == "cpu":
         return None
     B, T, S, K, G, H, V = sizes
@@ -223,8 +288,9 @@ def _kernel(use: _KernelUse, sizes: _Sizes, wanted: Gradients) -> _Kernel | None
     query, key, value = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     mask = (jax.ShapeDtypeStruct((B, T), "int32"),) * 2  # known only at run time
     chip = target.of_kind(platform, device_kind) if device_kind else target.any_of(platform)
-    options = {"training": training, "key_range": mask, "deterministic": deterministic}
-    sinks = jax.ShapeDtypeStruct((K * G,), dtype) if has_sinks else None
+    options = {"training": training or in_blocks, "key_range": mask, "deterministic": deterministic}
+    options["return_log_sum_exp"] = in_blocks
+    sinks = jax.ShapeDtypeStruct((K * G,), dtype) if has_sinks and not in_blocks else None
     name = kernel_of(chip, query, key, value, sinks=sinks, **options)
     if name is None:
         return None
@@ -242,6 +308,7 @@ def attention(
     soft_cap: float | None = None,
     window: int | None = None,
     value_dim: int | None = None,
+    reach: int | None = None,
 ) -> jax.Array:
     """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H].
 
@@ -250,13 +317,14 @@ def attention(
       sinks: [N], a score of each head that has no value.
       window: the most keys that a token sees, which the key range of the view holds already; for recordings.
       value_dim: the first channels of a key that are its value, of a view without a `value`.
+      reach: a promise that no token sees more keys than so many, itself the last; None is none.
     """
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
     if isinstance(view, PagedView):
         return paged_attention(query_BTNH, view, sinks, value_dim=value_dim, **options)
     if value_dim is not None:
         view = view._replace(arrays={**view.arrays, "value": view.arrays["key"][..., :value_dim]})
-    return _attention(query_BTNH, view, sinks, **options)
+    return _attention(query_BTNH, view, sinks, **options, reach=reach)
 
 
 @door(_signature, _declare, name="attention", pinned=True)
@@ -268,17 +336,22 @@ def _attention(
     scale: float | None,
     soft_cap: float | None,
     window: int | None,
+    reach: int | None,
 ) -> jax.Array:
     """Return attention over whole slots (`kernels_pallas.flash_attention`)."""
-
-    known = view.key_range if _knows_mask(view) else None
-    # On a device that has a part of the queries, keys before its own are seen too.
-    is_causal = view.is_causal and not is_sharded("sequence")
+    if is_sharded("sequence"):
+        assert view.is_causal and view.key_range is not None
+        arrays, key_range = view.arrays, (view.key_range.start, view.key_range.end)
+        options = {"reach": reach, "scale": scale, "soft_cap": soft_cap}
+        return shared_attention(
+            query_BTNH, arrays["key"], arrays["value"], key_range, None if sinks is None else sinks[...], **options
+        )
+    known = view.key_range if isinstance(view.key_range, OneDocumentMask) else None
 
     def operation(query: Any, key: Any, value: Any, sinks: Any, *traced: Any, **options: Any) -> Any:
         key_range = traced if known is None else (known.start, known.end)
         return flash_attention(query, key, value, key_range=key_range, sinks=sinks, **options)
 
-    options = {"is_causal": is_causal, "scale": scale, "soft_cap": soft_cap}
+    options = {"is_causal": view.is_causal, "scale": scale, "soft_cap": soft_cap}
     options["deterministic"] = kernels.deterministic()
     return kernels.run(operation, *_operands(query_BTNH, view, sinks), **options)

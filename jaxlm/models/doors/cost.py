@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models.execution_config import ContextParallel
 from jaxlm.models.logical_axes import Axes
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.grouped_matmul.visits import TileRows
@@ -76,6 +77,7 @@ class Local(NamedTuple):
       device_kind: JAX's name of the chip's devices; None: any of the platform.
       kernels: whether kernels of kernels_pallas run, wherever they serve.
       deterministic: whether their gradients have to be bit-equal in each run.
+      context_parallel: how devices that share a sequence attend to one another's tokens, as it is asked for.
       sections: the sections of an engine step's rows, each with what its rows read in all steps of that shape; none in
         training.
     """
@@ -89,6 +91,7 @@ class Local(NamedTuple):
     deterministic: bool
     training: bool
     sections: tuple[SectionReads | UnpaddedReads, ...] = ()
+    context_parallel: ContextParallel = "auto"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -135,6 +138,7 @@ class DoorProduct(NamedTuple):
       groups: the number of groups of its rows, each with a matrix of its own; None of a product with one matrix.
       tiles: of such a product, the rows that its tiles compute.
       dtype: in which numbers are multiplied; None: that of the step.
+      again: the backward pass computes it once more, whatever is kept.
     """
 
     product: Product
@@ -148,6 +152,7 @@ class DoorProduct(NamedTuple):
     groups: int | None = None
     tiles: TileRows | None = None
     dtype: str | None = None
+    again: bool = False
 
 
 class ProductKernel(NamedTuple):
@@ -308,11 +313,23 @@ class Statistics(NamedTuple):
     every_pass: bool = False
 
 
-class Gathered(NamedTuple):
-    """An operand that a door gathers: before, its dimensions lie by these logical axes."""
+class Exchange(NamedTuple):
+    """Collectives over the devices that have parts of an operand which a door reads whole.
+
+    Attributes:
+      operand, axes: which operand, and the logical axes by which its dimensions lie before.
+      bytes: of one on one device, of the larger side.
+      forward, backward: runs in each pass.
+      is_hidden: the door computes meanwhile what does not depend on it.
+    """
 
     operand: int
     axes: Axes
+    kind: Literal["all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+    bytes: int
+    forward: int = 0
+    backward: int = 0
+    is_hidden: bool = False
 
 
 class InPlace(NamedTuple):
@@ -337,7 +354,7 @@ class DoorCost(NamedTuple):
         them.
       statistics: sums over devices that do not follow from axes.
       relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
-      gathers: operands that are sharded more before the door than in it; their gradients are scattered again.
+      exchanges: the collectives of operands that are sharded more before the door than in it.
       sums_gradients: the gradient of the first operand is summed over devices whole, and not scattered.
       counts_all_steps: `times` of products and passes cover all the engine's steps of one shape; other doors' `times`
         are of one step.
@@ -354,7 +371,7 @@ class DoorCost(NamedTuple):
     contracted: tuple[int, range] | None = None
     statistics: tuple[Statistics, ...] = ()
     relays: bool = False
-    gathers: tuple[Gathered, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     sums_gradients: bool = False
     counts_all_steps: bool = False
 

@@ -66,6 +66,9 @@ def linear(
                 y = quantized_product(x, base, *further)
             else:
                 y = _product(x, base, *further)
+            if axes == RESIDUAL and is_sharded("sequence"):
+                # Left to itself, the partitioner gathers tokens, or moves their gradients to the channels of matrices.
+                y = constrain(y, *GATHERED)
             if names or axes == RESIDUAL or not gathers:
                 y = constrain(y, *axes)
             if of_adapter is not None:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.errors import InputError
 from jaxlm.models.doors.cost import DoorCost, Local, Saved, Traced, Workspace
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
+from jaxlm.parallel.partition import is_sharded
 from kernels_pallas.paged_attention.costs import SectionReads
 
 States = dict[str, jax.Array]  # by slot, [B, *shape]
@@ -117,10 +119,17 @@ def _calls(local: Local) -> list[_Calls]:
     return [of(1, queries, n) if paged and queries > 1 else of(n, queries) for n, queries, paged in sections if n]
 
 
+def _check_whole(is_shared: bool) -> None:
+    """Raise InputError where devices share sequences."""
+    if is_shared:
+        raise InputError("a layer that carries states reads the tokens of a sequence in order: set mesh.context to 1")
+
+
 def _declare(local: Local) -> DoorCost:
     """Return the cost of all chunks. Between several the states are kept; those after a single one are read by nobody
     in training, and those before it are none that train."""
     *arrays, is_token, begins = local.operands
+    _check_whole(is_token.sharded[1])
     function, calls = local.options["chunk"], _calls(local)
     inputs, states = arrays[: function.inputs], arrays[function.inputs :]
     per_token, chunks = [*inputs, is_token, begins], calls[0].times
@@ -145,6 +154,7 @@ def _declare(local: Local) -> DoorCost:
 @door(_signature, _declare, name="scan")
 def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> tuple[jax.Array, ...]:
     """Return the outputs [B, T, …] and the states after the last token, in their order."""
+    _check_whole(is_sharded("sequence"))
     (B, T), arrays = rows.is_token_BC.shape, tuple(x for x, _ in inputs)
     size = recurrence.size or T
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core.attention.key_range import KeyRange, clipped
-from kernels_pallas.core.attention.scores import LN_2, LOWEST
+from kernels_pallas.core.attention.scores import LN_2, LOWEST, recomputed
 
 
 def flash_attention(
@@ -82,3 +82,38 @@ def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
     output = jnp.einsum("BKGTS,BSKV->BTKGV", weights, value, preferred_element_type=jnp.float32)
     total, log_sum_exp = (jnp.swapaxes(x, 1, 2) for x in (total, log_sum_exp))
     return (output.reshape(B, T, N, V) / total[..., None]).astype(query.dtype), log_sum_exp
+
+
+def gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    log_sum_exp: jax.Array,
+    delta: jax.Array,
+    key_range: KeyRange,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of query, key and value that scores of these keys give, of the log-sum-exp and delta
+    [B, N, T] of each row (FlashAttention-2, arXiv:2307.08691, algorithm 2)."""
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    scale = H**-0.5 if scale is None else scale
+    start, end = map(jnp.asarray, clipped(key_range, B, T, S))
+    query, d_out = (x.reshape(B, T, K, N // K, -1) for x in (query, d_out))
+    log_sum_exp, delta = (x.reshape(B, K, N // K, T, 1) for x in (log_sum_exp, delta))
+    scores = scale * jnp.einsum("BTKGH,BSKH->BKGTS", query, key, preferred_element_type=jnp.float32)
+    slope = scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+        slope = scale * (1.0 - (scores / soft_cap) ** 2)
+    index = jnp.arange(S)[None, None, None]
+    seen = jnp.any((start[..., None] <= index) & (index < end[..., None]), axis=0)
+    weights = jnp.where(seen[:, None, None], recomputed(jnp.exp(scores - log_sum_exp)), 0.0)
+    d_weights = jnp.einsum("BTKGV,BSKV->BKGTS", d_out, value, preferred_element_type=jnp.float32)
+    d_scores = (slope * jnp.where(weights > 0, weights * (d_weights - delta), 0.0)).astype(key.dtype)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_query = einsum("BKGTS,BSKH->BTKGH", d_scores, key).reshape(B, T, N, H)
+    d_key = einsum("BKGTS,BTKGH->BSKH", d_scores, query)
+    d_value = einsum("BKGTS,BTKGV->BSKV", weights.astype(value.dtype), d_out)
+    return d_query, d_key, d_value

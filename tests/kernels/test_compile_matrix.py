@@ -61,16 +61,21 @@ _ERF = (
     "the exact GELU evaluates an error function, a polynomial of many terms, and an A100 adds slowly beside its memory"
 )
 _SCALED = "numbers are scaled, written as bfloat16 and read again, and ptxas moves them and the sums between registers"
+_CODES = "128 rows of a group are too few for the tensor cores to wait for what reads codes of MXFP4 and scales them"
 _EDGES = "counted are instructions that put zeros into a group's first and last rows, and that other steps skip"
 BUSIER = {
     ("bias_activation", "A100"): (1.4, _ERF),
     ("bias_activation_backward", "A100"): (1.21, _ERF),
     ("quantized_matmul", "A100"): (1.25, _SCALED),
+    ("quantized_grouped_matmul", "A100"): (1.7, _CODES),
+    ("quantized_grouped_matmul", "H100"): (1.55, _CODES),
     ("paged_attention of bytes", "A100"): (1.65, "an A100 converts FP8 by integer operations on each number"),
     ("grouped_matmul_backward_matrices_mosaic_gpu_kernel", "H100"): (1.4, _EDGES),
 }
-# Bytes that an instruction reads, where they are fewer than 16: Triton copies bytes for tensor cores eight at a time.
-READS = {"quantized_matmul": 8, "paged_attention of bytes": 8}
+_QUANTIZED = ("quantized_matmul", "quantized_grouped_matmul")
+# Bytes that an instruction reads, where they are fewer than 16: Triton copies bytes for tensor cores eight at a time. A
+# row of scales of MXFP4 are 64 bytes beside 16 rows of x, four for a thread.
+READS = {"quantized_matmul": 8, "quantized_grouped_matmul": 4, "paged_attention of bytes": 8}
 PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 
 
@@ -139,7 +144,7 @@ def _slow(chip, outcomes):
             if row.operation.name == "paged_attention" and not kernel.name.startswith("paged_attention"):
                 continue  # XLA puts a few queries in another order
             products = {PRODUCTS[chip] if multiplies else ""}
-            if kernel.name == "paged_attention" or kernel.name == "quantized_matmul" and not multiplies:
+            if kernel.name == "paged_attention" or kernel.name in _QUANTIZED and not multiplies:
                 products = {PRODUCTS[chip], "mma.sync"}  # of few rows, the smallest tiles alone
             if kernel.name == "paged_attention_mosaic_gpu_kernel":
                 products = {PRODUCTS[chip]}

@@ -308,6 +308,8 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
             f"{layout_choice.describe_axes(over)} = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
+    if layout.over(TRAIN.over("layers")) > 1:
+        _check_stages(experiment)
     over = _several(TRAIN.over("sequence"), layout)
     chunks = 2 * layout.over(over)  # `jaxlm.parallel.columns`
     if chunks > 2 and training.sequence % chunks:
@@ -321,6 +323,15 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
 def _several(mesh_axes: Sequence[str], layout: Layout) -> tuple[str, ...]:
     """Return those mesh axes that have several devices."""
     return tuple(axis for axis in mesh_axes if layout[axis] > 1)
+
+
+def _check_stages(experiment: Experiment) -> None:
+    """Raise InputError for what a step does not do on the stages of a pipeline."""
+    (axis,) = TRAIN.over("layers")
+    if experiment.dpo is not None:
+        raise InputError(f"mesh.{axis} carries text alone, and [dpo] compares answers: set it to 1")
+    if experiment.records.norms_every is not None:
+        raise InputError(f"records.norms_every looks at all layers of a device: leave it out, or set mesh.{axis} to 1")
 
 
 def divides_heads(layout: Layout, model: ModelConfig) -> bool:

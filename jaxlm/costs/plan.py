@@ -20,6 +20,7 @@ from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.timing.step_time import StepTime, step_time
 from jaxlm.costs.workload import Workload
+from jaxlm.parallel.layout_choice import describe_axes
 
 # The share of a device's memory that a plan had better leave free. The count is within 5 % of the compiler's own, or
 # above it, in 69 of 75 compiled programs, and 18 % below it at worst (docs/memory.md). The driver, the CUDA context and
@@ -172,6 +173,8 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
             f"the mesh {work.layout} has {work.layout.size} devices{of_stages} and {target} has {target.devices}: "
             f"{' × '.join(work.layout)} must give that number"
         )
+    if work.layout.over(work.rules.over("layers")) > 1:
+        raise InputError(f"plans know of no stages yet: set {describe_axes(work.rules.over('layers'))} to 1")
     if work.kind == "train" and (work.batch % work.microbatches or work.row_shards() < work.batch_shards):
         raise InputError(
             f"{work.batch_shards} shards of the batch on {work.layout} do not divide the {work.batch:,} sequences in "

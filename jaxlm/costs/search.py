@@ -26,7 +26,7 @@ def layouts(work: Workload, devices: int) -> Iterator[Layout]:
 
     def fits(layout: Layout) -> bool:
         rows = layout.over(work.rules.over("batch"))
-        if layout.over((*work.rules.over("sequence"), *work.rules.over("experts"))) > 1:
+        if layout.over([axis for name in ("layers", "sequence", "experts") for axis in work.rules.over(name)]) > 1:
             return False
         if work.kind != "train":
             return all(divides_heads(layout, model) for model in work.models)

@@ -4,6 +4,7 @@ What is stacked (`jaxlm.models.stacks`) and what runs in one loop are separate q
 period in which layers repeat.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -95,9 +96,26 @@ class Traversal(NamedTuple):
     saved: Sequence[str] | None
 
 
-def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = None, in_loop: bool = True) -> Traversal:
-    """Return the way of a pass through the layers; `entries` are the layers of each entry of its cache, if it has one.
-    `in_loop`: whether equal layers run in a loop.
+class Slots(NamedTuple):
+    """The places of a stage of a pipeline for layers that one body runs.
+
+    `parameters`: [slots, …] of each. `trips`: which of the layers it runs, int32 [slots]; a slot of a trip that the
+    layers have not is idle, and hands on what it is given.
+    """
+
+    parameters: Any
+    trips: jax.Array
+
+
+def traversal(
+    groups: Groups,
+    remat: Remat = "none",
+    entries: Entries | None = None,
+    in_loop: bool = True,
+    layers: range | None = None,
+) -> Traversal:
+    """Return the way of a pass through the layers, or through some that follow one another; `entries` are the layers of
+    each entry of its cache, if it has one. `in_loop`: whether equal layers run in a loop.
 
     Passes differ here, and nowhere else:
 
@@ -110,8 +128,10 @@ def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = N
       it reads, although they reach its result and so all later layers.
     """
     is_recorded, blocks = is_recording(), groups.blocks
+    first, last = (0, len(blocks)) if layers is None else (layers.start, layers.stop)
     keys: Sequence[Any] = [traced_structure(block) for block in blocks] if entries is None else blocks
-    sections = [[segment] for segment in segments(range(len(blocks)) if groups.unrolled else keys)]
+    keys = range(len(blocks)) if groups.unrolled else keys
+    sections = [[segment] for segment in segments(keys[first:last], first)]
     if is_recorded:
         ranges = [(start, start + period * repeats) for ((start, period, repeats),) in sections]
         sections = [segments(blocks[start:end], start) for start, end in ranges]
@@ -156,9 +176,16 @@ def copied(groups: Groups) -> dict[str, Fraction]:
 
 
 def through(
-    groups: Groups, stacks: Stacks, layer: Layer, carry: Any, execution: ExecutionConfig, entries: Entries | None
+    groups: Groups,
+    stacks: Stacks,
+    layer: Layer,
+    carry: Any,
+    execution: ExecutionConfig,
+    entries: Entries | None,
+    layers: range | None = None,
 ) -> tuple[Any, Auxiliary]:
-    """Carry a value through the layers. Return it and their auxiliary results by name, in layer order.
+    """Carry a value through the layers, or some that follow one another. Return it and their auxiliary results by name,
+    in layer order.
 
     Args:
       stacks: the parameters, as `Groups.stacked` returned them.
@@ -166,7 +193,7 @@ def through(
       execution: remat is per layer; unless `in_loop` all layers are written out.
       entries: the layers of each entry of a cache that keeps something.
     """
-    way, trees = traversal(groups, execution.remat, entries, execution.in_loop), groups.trees(stacks)
+    way, trees = traversal(groups, execution.remat, entries, execution.in_loop, layers), groups.trees(stacks)
     scan = execution.in_loop or is_recording()
     loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, scan)
     results: list[tuple[Auxiliary, ...]] = []
@@ -188,6 +215,31 @@ def through(
     return carry, _in_layer_order(results)
 
 
+def main_layers(groups: Groups) -> tuple[str, range] | None:
+    """Return the layers that the stages of a pipeline share, and the name of their stack: the longest run of one
+    `traced_structure`, if no other layer is in that stack."""
+    keys = [traced_structure(block) for block in groups.blocks]
+    runs = [[*run] for _, run in itertools.groupby(range(len(keys)), key=keys.__getitem__)]
+    longest = tuple(max(runs, key=len))
+    named = (name for name, layers in groups.stacks if layers == longest)
+    return next(((name, range(longest[0], longest[-1] + 1)) for name in named), None)
+
+
+def through_stage(
+    groups: Groups, layer: Layer, carry: Any, execution: ExecutionConfig, slots: Slots
+) -> tuple[Any, Auxiliary]:
+    """Carry a value through the slots of a stage of the `main_layers`. Return it and the auxiliary results of each slot
+    by name, [slots, …], 0 of an idle one."""
+    main = main_layers(groups)
+    assert main is not None
+    name, layers = main
+    way = traversal(groups, execution.remat, in_loop=execution.in_loop, layers=layers)
+    ((loop,),) = way.sections
+    loop_through = partial(_loop_through, dict(groups.graphs), {name: slots.parameters}, layer, way, execution.in_loop)
+    carry, (auxiliary,) = loop_through(loop, carry, slots)
+    return carry, auxiliary
+
+
 def _loop_through(
     graphs: Mapping[BlockConfig, nnx.GraphDef],
     trees: Mapping[str, nnx.State],
@@ -196,9 +248,14 @@ def _loop_through(
     scan: bool,
     loop: LayerLoop,
     carry: Any,
+    slots: Slots | None = None,
 ) -> tuple[Any, tuple[Auxiliary, ...]]:
-    """Carry a value through the layers of a loop. Return it and the auxiliary results of each run, [trips, …]."""
+    """Carry a value through the layers of a loop, or through some of its trips. Return it and the auxiliary results of
+    each run, [trips, …]."""
     trips, by_stack = len(loop[0].layers), {run.stack: [r for r in loop if r.stack == run.stack] for run in loop}
+    in_all = trips
+    if slots is not None:
+        trips = len(slots.trips)
 
     def compute(run: LayerRun, carry: Any, tree: nnx.State, trip: jax.Array, which: jax.Array) -> tuple:
         index = LayerIndex(_at(run.layers, trip), run.distinct, which, run.entry, _at(run.entry_indices, trip))
@@ -224,13 +281,20 @@ def _loop_through(
             trees_of_runs = _parameters(runs, trees[stack], slices[stack], trip)
             parameters |= zip((run.layers for run in runs), trees_of_runs, strict=True)
         for i, run in enumerate(loop):
-            carry, auxiliary = computed(run)(carry, parameters[run.layers], trip, which[i])
+            after, auxiliary = computed(run)(carry, parameters[run.layers], trip, which[i])
+            if slots is not None:
+                after = jax.tree.map(partial(jnp.where, trip < in_all), after, carry)
+                auxiliary = jax.tree.map(lambda x: jnp.where(trip < in_all, x, jnp.zeros_like(x)), auxiliary)
+            carry = after
             results.append(auxiliary)
         return carry, tuple(results)
 
-    slices = {stack: _slices(runs, trees[stack], way.slices) for stack, runs in by_stack.items()}
     which = [jnp.asarray(run.which) for run in loop]
-    over = jnp.arange(trips), slices, which
+    if slots is None:
+        slices = {stack: _slices(runs, trees[stack], way.slices) for stack, runs in by_stack.items()}
+        over = jnp.arange(trips), slices, which
+    else:
+        over = slots.trips, trees, [each[jnp.minimum(slots.trips, in_all - 1)] for each in which]
     if trips == 1:  # a loop of one trip would have gradients of what enters it, whoever asks for them
         carry, results = body(carry, jax.tree.map(lambda x: x[0], over))
         return carry, jax.tree.map(lambda x: x[None], results)

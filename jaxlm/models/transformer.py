@@ -15,7 +15,7 @@ from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.doors import Dropout, add, look_up, scale
 from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import copied, through, written_out
+from jaxlm.models.layers import Slots, copied, through, through_stage, written_out
 from jaxlm.models.masks import Mask
 from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.parameters import Module, normal, param
@@ -176,13 +176,45 @@ class Transformer(Module):
 
         The auxiliary losses and statistics are those of each layer that has them, [L] in layer order.
         """
+        x_BTD = self.embedded(tokens_BT, positions_BT, dropout)
+        rows = LayerRows(self.model, positions_BT, key_range, dropout, length_BT, padding_BT)
+        entries = None if isinstance(cache, NoCache) else self._entries()
+        (x_BTD, cache), auxiliary = through(
+            self.groups, self.layers, self._layer(rows, observe), (x_BTD, cache), execution, entries
+        )
+        return x_BTD, cache, auxiliary
+
+    def embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array, dropout: Dropout = Dropout()) -> jax.Array:
+        """Return the residual before the first layer, [B, T, D]; the arguments are those of `residual`."""
         x_BTD = look_up(self.embedding, tokens_BT)
         x_BTD = scale(x_BTD, self._embedding_scale(x_BTD.dtype))
         if self.positions is not None:
             x_BTD = add(x_BTD, look_up(self.positions, positions_BT))
-        x_BTD = dropout.at(0)(self.embedding_norm(x_BTD), 0)
+        return dropout.at(0)(self.embedding_norm(x_BTD), 0)
 
-        rows = LayerRows(self.model, positions_BT, key_range, dropout, length_BT, padding_BT)
+    def through_layers(
+        self, x_BTD: jax.Array, rows: LayerRows, execution: ExecutionConfig, layers: range
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Return the residual after some layers that follow one another, [B, T, D], and their auxiliary results."""
+        if not layers:
+            return x_BTD, Auxiliary()
+        carry = x_BTD, NoCache()
+        (x_BTD, _), auxiliary = through(
+            self.groups, self.layers, self._layer(rows), carry, execution, None, layers=layers
+        )
+        return x_BTD, auxiliary
+
+    def through_stage(
+        self, x_BTD: jax.Array, rows: LayerRows, execution: ExecutionConfig, slots: Slots
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Return the residual after the layers of a stage, as `jaxlm.models.layers.through_stage` does."""
+        (x_BTD, _), auxiliary = through_stage(self.groups, self._layer(rows), (x_BTD, NoCache()), execution, slots)
+        return x_BTD, auxiliary
+
+    def _layer(
+        self, rows: LayerRows, observe: Callable[[jax.Array], dict[str, jax.Array]] = lambda x_BTD: {}
+    ) -> Callable[[Block, tuple, LayerIndex], tuple]:
+        """Return the function that carries the residual and a cache through a layer."""
 
         def layer(block: Block, *operands: Any) -> tuple:
             return block(*operands)
@@ -197,9 +229,7 @@ class Transformer(Module):
             x_BTD, of_layer, auxiliary = layer(block, x_BTD, rows.of(at), cache.layer(at.entry, at.index))
             return (x_BTD, cache.put(at.entry, of_layer)), auxiliary | Auxiliary(statistics=observe(x_BTD))
 
-        entries = None if isinstance(cache, NoCache) else self._entries()
-        (x_BTD, cache), auxiliary = through(self.groups, self.layers, run, (x_BTD, cache), execution, entries)
-        return x_BTD, cache, auxiliary
+        return run
 
     def _embedding_scale(self, dtype: jnp.dtype) -> float:
         """Return the number that multiplies embeddings of this dtype."""

@@ -48,6 +48,10 @@ class MeshSection(Section):
 
 # The default and the meaning of each axis.
 _AXES: dict[str, tuple[int | str, str]] = {
+    "pipeline": (
+        1,
+        "Stages, each with as many of the layers, through which microbatches pass; shards of the vocabulary.",
+    ),
     "data": (1, "Replicas of the model, each with a share of the batch."),
     "fsdp": (
         ALL,

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 # The axes of every mesh, outermost first: `tensor` has the heaviest traffic, and the nearest neighbours.
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 # Those that may reach over the slow network between slices, since they send least often, in their order.
-OVER_SLICES = ("data", "fsdp")
+OVER_SLICES = ("pipeline", "data", "fsdp")
 
 
 class Layout(Mapping[str, int]):

@@ -30,12 +30,14 @@ class Rules:
     Attributes:
       mesh_axes: for each logical axis the mesh axes that shard it, outermost first; none keeps it whole.
       may_stay_whole: logical axes that stay whole where their mesh axes do not divide them. All others must divide.
+      instead: for an axis that may stay whole, the one that its mesh axes then shard where an array is stored.
 
     Groups of an axis ("embed/groups") lie as the axis does, where the mesh axes divide them.
     """
 
     mesh_axes: Mapping[str, tuple[str, ...]]
     may_stay_whole: frozenset[str] = field(default=frozenset())
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def over(self, axis: str | None) -> tuple[str, ...]:
         """Return the mesh axes of a logical axis; none for None. Raises KeyError for a name that has no rule."""
@@ -67,10 +69,15 @@ class Rules:
         """
         placement: list[tuple[str, ...]] = []
         taken: set[str] = set()
+        more: dict[str, tuple[str, ...]] = {}
         for axis, size in zip(axes, shape, strict=True):
             over = _without(self.computed_over(axis) if computing else self.over(axis), taken)
             shards = math.prod(layout[name] for name in over)
-            if size % shards:
+            if axis in more and size % (shards * math.prod(layout[name] for name in more[axis])) == 0:
+                over = (*more[axis], *over)
+            elif size % shards:
+                if axis in self.instead and not computing:
+                    more[self.instead[axis]] = over
                 if axis in self.may_stay_whole or (axis is not None and axis.endswith(GROUPS)):
                     over = ()
                 elif exact:
@@ -150,15 +157,16 @@ def _without(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
 
 
 def _rules(mesh_axes: Mapping[str, tuple[str, ...]], may_stay_whole: frozenset[str]) -> Rules:
-    return Rules(MappingProxyType(dict(mesh_axes)), may_stay_whole)
+    return Rules(MappingProxyType(dict(mesh_axes)), may_stay_whole, MappingProxyType({"layers": "embed"}))
 
 
+# Layers lie on the stages of a pipeline, and the vocabulary too, so that no stage has more to do than another.
 # Weights are sharded over fsdp and tensor; a layer's are gathered over fsdp as it runs (ZeRO-3, arXiv:1910.02054).
 TRAIN = _rules(
     {
         # parameters
-        "layers": (),
-        "vocab": ("tensor",),
+        "layers": ("pipeline",),
+        "vocab": ("pipeline", "tensor"),
         "positions": (),
         "embed": ("fsdp", "expert", "context"),
         "heads": ("tensor",),
@@ -189,9 +197,9 @@ TRAIN = _rules(
         "act_shared_gate": (),
         "act_latent": (),
         "act_lora": (),
-        "act_vocab": ("tensor",),
+        "act_vocab": ("pipeline", "tensor"),
     },
-    frozenset({"batch", "residual", "kv_heads"}),
+    frozenset({"layers", "batch", "residual", "kv_heads"}),
 )
 # As in training, but whatever the mesh does not divide stays whole: a forward pass by itself.
 FORWARD = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
@@ -200,6 +208,9 @@ FORWARD = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
 ENGINE = _rules(
     {
         **FORWARD.mesh_axes,
+        "layers": (),
+        "vocab": _without(TRAIN.over("vocab"), TRAIN.over("layers")),
+        "act_vocab": _without(TRAIN.over("vocab"), TRAIN.over("layers")),
         "embed": (),
         "sequence": (),
         "residual": _without(TRAIN.over("residual"), TRAIN.over("sequence")),

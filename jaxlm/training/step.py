@@ -25,7 +25,10 @@ from jaxlm.models.rows import Auxiliary
 from jaxlm.models.tree import Tree
 from jaxlm.parallel import compiler_options
 from jaxlm.parallel.collectives import summed_over_replicas
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import constrain, replicated
+from jaxlm.parallel.pipeline import stages_around
+from jaxlm.parallel.rules import TRAIN
 from jaxlm.training import balancing
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import (
@@ -47,6 +50,7 @@ from jaxlm.training.objectives import (
 )
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
 from jaxlm.training.schedules import schedule
+from jaxlm.training.staged import StagedModel
 from kernels_pallas.core import target
 
 
@@ -73,8 +77,8 @@ class _Scales(NamedTuple):
     `of_sums`: one over what the objective counts in the batch. `per_token`: what it counts for each token of the batch.
     """
 
-    of_sums: jax.Array
-    per_token: jax.Array
+    of_sums: jax.Array | float
+    per_token: jax.Array | float
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +176,7 @@ class TrainStep:
         scales = _Scales(1.0 / counted, counted / tokens)
         weights = self._weights(state), state.base
 
-        if self.training.microbatches == 1:
+        if self.training.microbatches == 1 and stages_around() == 1:
             terms, grads = self._microbatch_gradients(weights, batch, scales, key, 0)
             return terms, jax.tree.map(lambda g: g.astype(jnp.float32), self._stacked(grads)), targets
 
@@ -242,7 +246,12 @@ class TrainStep:
         cross-entropy, whatever the objective is, so that runs can be compared."""
         objective = self.objective if self.dpo is not None else NextToken(self.training.z_loss)
         with self._as_executed():
-            terms = self.loss_sums(self._cast(parameters), batch, Dropout(), objective)
+            if stages_around() > 1:
+                terms = self._staged(Dropout(), 0, _Scales(1.0, 1.0), objective).sums(
+                    self._cast(parameters), {}, self._in_microbatches(batch)
+                )
+            else:
+                terms = self.loss_sums(self._cast(parameters), batch, Dropout(), objective)
             return terms.losses["loss"], objective.count(batch)
 
     def preference_logprobs(self, parameters: Tree, batch: Batch) -> jax.Array:
@@ -294,6 +303,8 @@ class TrainStep:
         Raises InputError for compiler options that XLA refuses for these devices.
         """
         state, whole = self.shardings(mesh), replicated(mesh)
+        if Layout(mesh.shape).over(TRAIN.over("layers")) > 1:
+            self._staged(Dropout(), 0, _Scales(1.0, 1.0)).check(mesh)
         compiler_options.check(mesh, self.execution.compiler_options)
         options = compiler_options.on_mesh(mesh, self.execution.compiler_options)
         return TrainPrograms(
@@ -409,6 +420,11 @@ class TrainStep:
     ) -> tuple[Auxiliary, Tree]:
         """Return the sums over the microbatches of a part of the batch, in float32; `part` is its index."""
 
+        if stages_around() > 1:
+            dropout = Dropout(self.training.dropout, key)
+            staged = self._staged(dropout, part * self.training.microbatches, scales)
+            return staged.gradients(*weights, self._in_microbatches(batch))
+
         def add(total: tuple, indexed: tuple[jax.Array, Batch]) -> tuple[tuple, None]:
             index, microbatch = indexed
             terms_and_grads = self._microbatch_gradients(weights, microbatch, scales, key, index)
@@ -420,6 +436,13 @@ class TrainStep:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (terms, weights[0]))
         indices = part * self.training.microbatches + jnp.arange(self.training.microbatches)
         return jax.lax.scan(add, zeros, (indices, microbatches))[0]
+
+    def _staged(
+        self, dropout: Dropout, first_index: jax.Array | int, scales: "_Scales", objective: Objective | None = None
+    ) -> StagedModel:
+        """Return the model on the stages around, with the dropout of microbatches from an index on."""
+        of_step = self.execution, objective or self.objective, self.one_document and objective is None
+        return StagedModel(*self._abstract, *of_step, dropout, first_index, *scales)
 
     def _in_microbatches(self, batch: Batch) -> Batch:
         """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""

@@ -406,7 +406,7 @@ def test_a_mesh_larger_than_the_machine_begins_no_run(place, unmeasured, capsys)
     assert main(["train", "good.toml", "mesh.data=16", "training.batch=16"]) == 2
     printed = capsys.readouterr()
     last = printed.err.splitlines()[-1]
-    assert last.startswith("jaxlm: mesh.data × mesh.tensor = 16") and "8 devices" in last
+    assert last.startswith("jaxlm: mesh.data = 16") and "8 devices" in last
     assert printed.out == ""
     assert not (place / "runs").exists()
 

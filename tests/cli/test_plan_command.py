@@ -341,7 +341,7 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
             ["--on", "h200-sxm:8", "training.steps=1000000", "training.batch=64", "--deadline", "1d", "--budget", "9"],
             "beyond the deadline of 24 h and the budget of $9",
         ),
-        (["--on", "h200-sxm:8", "--mesh", "rows=8"], "is not AXIS=N,… with axes data, fsdp, expert, context, tensor"),
+        (["--on", "h200-sxm:8", "--mesh", "rows=8"], "is not AXIS=N,… with axes pipeline, data, fsdp,"),
         (["--on", "h200-sxm:8", "training.batch=12"], "does not divide the 12 rows of a microbatch"),
         (["--on", "h200-sxm:8", "training.sequence=100", "mesh.context=8"], "= 100: set training.sequence to 104"),
         (["--on", "h200-sxm", "training.sequence=200000"], "training.sequence = 200000"),

@@ -11,11 +11,19 @@ from jaxlm.parallel.layout import AXES
 
 ROOT = Path(jaxlm.__file__).parent
 PACKAGES = ("costs", "training", "models", "inference", "lowering")
-# What else is called so: the time that a run waits for its data, the degree of sharding of a published run, and what is
-# before a continuation.
-OTHERS = {("training/goodput.py", "data"), ("costs/published/runs.py", "fsdp"), ("inference/scoring.py", "context")}
-# Sections, methods and settings that have an axis's name: the data of an experiment, the most tokens of a sequence.
-NAMES = {"data", "context"}
+# What else is called so: the time that a run waits for its data, the degree of sharding of a published run, what is
+# before a continuation, and the stages of other software.
+OTHERS = {
+    ("training/goodput.py", "data"),
+    ("costs/published/runs.py", "fsdp"),
+    ("inference/scoring.py", "context"),
+    ("costs/stack.py", "pipeline"),
+    ("costs/published/runs.py", "pipeline"),
+    ("costs/timing/step_time.py", "pipeline"),
+}
+# Sections, methods, settings and modules that have an axis's name: the data of an experiment, the most tokens of a
+# sequence, `jaxlm.parallel.pipeline`.
+NAMES = {"data", "context", "pipeline"}
 
 
 def named(file: Path) -> Iterator[str]:

@@ -44,7 +44,12 @@ def test_all_ways_to_factor_eight_are_there():
     "family, layout",
     sampled(
         [pytest.param(family, layout) for family in ("llama", "gpt2", "latent", "mixture") for layout in LAYOUTS],
-        ["gpt2-data 2 × fsdp 2 × tensor 2", "llama-fsdp 2 × context 2 × tensor 2", "mixture-expert 4 × context 2"],
+        [
+            "gpt2-data 2 × fsdp 2 × tensor 2",
+            "llama-fsdp 2 × context 2 × tensor 2",
+            "mixture-expert 4 × context 2",
+            "llama-pipeline 4 × fsdp 2",
+        ],
     ),
     ids=str,
 )
@@ -215,7 +220,9 @@ def test_the_slow_network_between_slices_carries_data_then_fsdp(monkeypatch, mes
 
 
 def test_tensor_does_not_reach_over_slices():
-    with pytest.raises(ValueError, match="lie in 2 slices, over which data × fsdp = 1 × 1 does not divide"):
+    with pytest.raises(
+        ValueError, match="lie in 2 slices, over which pipeline × data × fsdp = 1 × 1 × 1 does not divide"
+    ):
         meshes.make(tensor=8, devices=[Device(id=i, slice_index=i // 4) for i in range(8)])
 
 

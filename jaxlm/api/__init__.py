@@ -366,7 +366,16 @@ def compile(
     from jaxlm.config import check_quantized
     from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, say_batch, say_mesh, with_batch
+    from jaxlm.costs.placement import (
+        batch_shards,
+        check_cache,
+        layout_on,
+        on_mesh,
+        say_batch,
+        say_mesh,
+        say_slices,
+        with_batch,
+    )
     from jaxlm.costs.workload import Workload
     from jaxlm.lowering import report, targets
     from jaxlm.lowering.fit import compile_fitting
@@ -385,7 +394,8 @@ def compile(
     layout = layout_on(experiment, target, workload)
     work = Workload.of(experiment, layout, workload)
     check_cache(experiment, work)
-    for remark in filter(None, (say_mesh(given, work), say_batch(given, work), say_replicated(work))):
+    remarks = say_mesh(given, work), say_batch(given, work), say_replicated(work), say_slices(target, layout)
+    for remark in filter(None, remarks):
         warn(remark)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     with warnings.catch_warnings(record=True) as caught:

@@ -156,6 +156,7 @@ def _print_collectives(report: "Report") -> None:
     table = TextTable([*numbers("count", "each", "counted"), *names("kind"), *_WHERE], "collectives")
     for collective in report.collectives:
         axes = " × ".join(collective.axes) + ("" if collective.spans_axes else " (partly)")
+        axes += ", across slices" if collective.crosses_slices else ""
         took = or_dash(report.seconds(collective), seconds)
         size = units.size(collective.bytes)
         table.add(str(collective.count), size, took, collective.kind, axes, collective.scope)

@@ -90,7 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
     steps.searched(arguments)
     experiment, fixed = steps.load(arguments), steps.fixed(arguments)
     from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import on_mesh, say_batch, say_mesh
+    from jaxlm.costs.placement import on_mesh, say_batch, say_mesh, say_slices
 
     several = arguments.mesh == "auto" or arguments.on.partition(":")[0] == "all"
     if arguments.objective is not None and not several:
@@ -118,6 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
         None if arguments.mesh == "auto" else say_mesh(on_mesh(experiment, arguments.mesh), shown[0].work),
         say_batch(experiment, shown[0].work),
         say_replicated(*(p.work for p in shown)),
+        say_slices(shown[0].target, shown[0].work.layout),
     )
     for line in filter(None, remarks):
         print_sentence(f"jaxlm: {line}", sys.stderr)

@@ -12,7 +12,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.stack import JAXLM
 from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.workload import Workload
-from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.layout import Layout, can_cross, over_slices
 from jaxlm.parallel.layout_choice import inference_layout, parse_mesh
 from jaxlm.parallel.rules import RULES, Kind
 
@@ -35,6 +35,7 @@ def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
 
     def fits(layout: Layout) -> bool:
         is_divided = all(config.divides_heads(layout, model) for model in work.models)
+        is_divided = is_divided and can_cross(layout, target.slices)
         size = stack_memory(replace(work, layout=layout), JAXLM) if is_divided else None
         return size is not None and size.total <= target.chip.device_capacity()
 
@@ -55,6 +56,17 @@ def check_cache(experiment: Experiment, work: Workload) -> None:
             f"{work.sequence:,} tokens, which needs {units.memory(needed)} on each device: raise it, or lower "
             f"{config.SIZE_KEYS[work.kind][1]}"
         )
+
+
+def say_slices(target: Target, layout: Layout) -> str | None:
+    """Return a line that says that parameters cross the network between slices in every layer; None where they do
+    not."""
+    if target.slices == 1 or over_slices(layout, target.slices)["fsdp"] == 1:
+        return None
+    return (
+        f"mesh.fsdp = {layout['fsdp']} crosses the network between {target.slices} slices in every layer: gradients "
+        f"alone cross it, once a step, with mesh.data={target.slices}"
+    )
 
 
 def batch_shards(experiment: Experiment, target: Target, kind: Kind) -> int:

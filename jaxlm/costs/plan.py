@@ -20,6 +20,7 @@ from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.timing.step_time import StepTime, step_time
 from jaxlm.costs.workload import Workload
+from jaxlm.parallel.layout import over_slices
 from jaxlm.parallel.layout_choice import describe_axes
 
 # The share of a device's memory that a plan had better leave free. The count is within 5 % of the compiler's own, or
@@ -175,6 +176,8 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
         )
     if work.layout.over(work.rules.over("layers")) > 1:
         raise InputError(f"plans know of no stages yet: set {describe_axes(work.rules.over('layers'))} to 1")
+    if target.slices > 1:
+        over_slices(work.layout, target.slices)
     if work.kind == "train" and (work.batch % work.microbatches or work.row_shards() < work.batch_shards):
         raise InputError(
             f"{work.batch_shards} shards of the batch on {work.layout} do not divide the {work.batch:,} sequences in "

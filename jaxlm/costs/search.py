@@ -14,17 +14,20 @@ from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.stack_memory import least_memory, stack_memory
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel import layout_choice
-from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.layout import Layout, can_cross
 
 # The settings that a search varies, by their keys.
 VARIED = {"microbatches": "training.microbatches", "remat": "execution.remat"}
 
 
-def layouts(work: Workload, devices: int) -> Iterator[Layout]:
-    """Yield the layouts of a number of devices that divide the heads, and in training the model and the batch."""
+def layouts(work: Workload, devices: int, slices: int = 1) -> Iterator[Layout]:
+    """Yield the layouts of a number of devices that divide the heads, and in training the model and the batch, and that
+    may lie on several slices (`can_cross`)."""
     sizes = divided_by_mesh(work.model)
 
     def fits(layout: Layout) -> bool:
+        if not can_cross(layout, slices):
+            return False
         rows = layout.over(work.rules.over("batch"))
         if layout.over([axis for name in ("layers", "sequence", "experts") for axis in work.rules.over(name)]) > 1:
             return False
@@ -42,7 +45,7 @@ def search(
     mesh. Where none leaves it, return those that fit at all."""
     capacity = target.chip.device_capacity()
     tight, roomy = [], []
-    for layout in layouts(work, target.part(stack.pipeline.stages).devices):
+    for layout in layouts(work, target.part(stack.pipeline.stages).devices, target.slices):
         on_mesh = replace(work.on(target.chip), layout=layout)
         if work.kind == "train" and least_memory(on_mesh, stack).total > capacity:
             continue
@@ -57,7 +60,7 @@ def smallest(work: Workload, target: Target, fixed: Collection[str] = (), stack:
     """Return the memory of the smallest plan that `search` considers; None where no mesh divides the workload. Where
     parameters, gradients and optimizer state alone are too much for a device, it is that of these."""
     sizes, capacity = [], target.chip.device_capacity()
-    for layout in layouts(work, target.part(stack.pipeline.stages).devices):
+    for layout in layouts(work, target.part(stack.pipeline.stages).devices, target.slices):
         on_mesh = replace(work.on(target.chip), layout=layout)
         if work.kind == "train" and (state := least_memory(on_mesh, stack)).total > capacity:
             sizes.append(state)

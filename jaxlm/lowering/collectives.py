@@ -17,6 +17,9 @@ _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collectiv
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
 _COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+# A collective between slices of a TPU: the host sends an array, and receives the result.
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_KINDS_BETWEEN_SLICES = {"ONE_TO_ONE": "collective-permute"}
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
@@ -24,11 +27,12 @@ class CompiledCollective(NamedTuple):
     """A collective that runs `count` times per step.
 
     Attributes:
-      axes: mesh axes along which the members of a group differ.
+      axes: mesh axes along which the members of a group differ; between slices all axes over which slices differ.
       bytes: of one run on one device: an all-gather's output, a reduce-scatter's or all-reduce's input.
       scope: JAX's name of the operation that it belongs to.
       spans_axes: each group has all devices along `axes`.
       in_loop: runs inside a loop.
+      crosses_slices: it is the part between slices of a collective whose other parts are collectives within a slice.
     """
 
     kind: str
@@ -39,14 +43,22 @@ class CompiledCollective(NamedTuple):
     scope: str
     spans_axes: bool = True
     in_loop: bool = False
+    crosses_slices: bool = False
 
 
-def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCollective]:
+def collectives(
+    program: HloProgram, mesh: Mapping[str, int], over_slices: Mapping[str, int] | None = None
+) -> list[CompiledCollective]:
     """Return a program's collectives on a mesh with these axis sizes, outermost first, without those of one device.
+
+    `over_slices`: how several slices of a TPU are shared among the axes (`jaxlm.parallel.layout.over_slices`). XLA
+    compiles the program of one slice, in which groups are of its devices, and what crosses slices is sent by the host.
 
     On a TPU, an all-gather that overlaps matrix products is printed once for each product (here it is one), and a
     reduce-scatter as an all-reduce in a fusion of that name.
     """
+    outer = {axis: size for axis, size in (over_slices or {}).items() if size > 1}
+    mesh = {axis: size // outer.get(axis, 1) for axis, size in mesh.items()}  # of one slice
     counts: Counter[CompiledCollective] = Counter()
     parts_seen = set()
     runs = loops.times(program)
@@ -54,6 +66,11 @@ def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCo
         for instruction in computation.instructions.values():
             kind = kind_of(instruction)
             times = runs[computation.name]
+            if (between := kind_between_slices(instruction)) and times:
+                sent, dtype = _payload(computation, instruction, between)
+                sent *= math.prod(outer.values()) if between == "all-gather" else 1
+                name = scope(instruction.op_name)
+                counts[CompiledCollective(between, tuple(outer), 0, sent, dtype, name, True, times > 1, True)] += times
             if kind is None or not times:
                 continue
             part = _part_of(instruction)
@@ -63,6 +80,7 @@ def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCo
             axes, spans_axes = axes_of(groups(instruction, math.prod(mesh.values())), mesh)
             if not axes:
                 continue
+            spans_axes = spans_axes and outer.keys().isdisjoint(axes)
             if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             sent, dtype = _payload(computation, instruction, kind)
@@ -75,6 +93,12 @@ def kind_of(instruction: HloInstruction) -> str | None:
     """Return the kind of a collective; None for the end of an asynchronous one and for any other instruction."""
     name = instruction.opcode.removesuffix("-start")
     return name if name in _KINDS else None
+
+
+def kind_between_slices(instruction: HloInstruction) -> str | None:
+    """Return the kind of a collective between slices, at the host's send; None for any other instruction."""
+    found = _BETWEEN_SLICES.search(instruction.attributes) if instruction.opcode == "send" else None
+    return _KINDS_BETWEEN_SLICES.get(found[1], found[1].lower().replace("_", "-")) if found else None
 
 
 def groups(instruction: HloInstruction, devices: int) -> np.ndarray:
@@ -138,7 +162,7 @@ def _payload(computation: HloComputation, instruction: HloInstruction, kind: str
     """Return the unpadded bytes of a collective on one device, and the dtype of most of them."""
     operands = [array for operand in computation.operands(instruction) for array in operand.arrays]
     results = instruction.arrays
-    if kind == "all-gather":
+    if kind == "all-gather" and instruction.opcode != "send":
         # An asynchronous start also returns its operands.
         arrays = results[len(operands) :] if instruction.opcode.endswith("-start") else results
     else:
@@ -153,7 +177,7 @@ def table(operations: list[CompiledCollective]) -> list[CompiledCollective]:
     """Return collectives summed by kind, axes, dtype and size, across scopes; the most bytes first."""
 
     def key(c: CompiledCollective) -> tuple:
-        return c.kind, c.axes, c.bytes, c.dtype, c.spans_axes
+        return c.kind, c.axes, c.bytes, c.dtype, c.spans_axes, c.crosses_slices
 
     rows = []
     for _, alike in itertools.groupby(sorted(operations, key=key), key):

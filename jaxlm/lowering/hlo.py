@@ -26,7 +26,7 @@ _LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 # Custom calls that are annotations for XLA's own passes.
 _ANNOTATIONS = re.compile(
-    r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo"
+    r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo|SliceId|ZeroCrop"
 )
 # Scopes that JAX's own machinery adds to operation names.
 _SCOPES = re.compile(

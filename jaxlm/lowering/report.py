@@ -26,7 +26,7 @@ from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_f
 from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
 from jaxlm.lowering.programs import StepPrograms, step_programs
-from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.layout import Layout, over_slices
 from jaxlm.parallel.program import MeshProgram, bytes_on_device
 from jaxlm.parallel.rules import Kind
 from kernels_pallas.paged_attention.costs import loop_name
@@ -118,7 +118,12 @@ class Report:
 
     def seconds(self, collective: CompiledCollective) -> float | None:
         """Return the counted seconds of all its runs; None if a group spans part of an axis or the kind is unknown."""
-        if collective.kind not in KINDS or not collective.spans_axes:
+        if collective.kind not in KINDS:
+            return None
+        if collective.crosses_slices:
+            network = Network(self.plan.target, self.plan.work.layout)
+            return collective.count * network.seconds_between_domains(collective.kind, collective.bytes)
+        if not collective.spans_axes:
             return None
         network = Network(self.plan.target, self.plan.work.layout)
         return collective.count * network.seconds(collective.kind, collective.bytes, collective.axes)
@@ -176,6 +181,7 @@ class Report:
             {
                 "kind": c.kind,
                 "axes": list(c.axes),
+                "crosses_slices": c.crosses_slices,
                 "count": c.count,
                 "bytes": c.bytes,
                 "dtype": c.dtype,
@@ -326,11 +332,12 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         for each, prefix in zip(programs, ("", "draw."), strict=True)
     )
     work, chip, layout = counted.work, target.chip, dict(counted.work.layout)
+    outer = over_slices(counted.work.layout, target.slices)
     program, declared = hlo.parse(step.optimised, _trips(_compiled(work))), _declared(step.traced, counted)
     memory, held_buffers, draw_report = memory_of(step.compiled, chip), _held_buffers(program, program), None
     if draw is not None:
         drawing = hlo.parse(draw.optimised)
-        exchanged = tuple(collectives.table(collectives.collectives(drawing, layout)))
+        exchanged = tuple(collectives.table(collectives.collectives(drawing, layout, outer)))
         seconds = sum(_roofline(kernel, counted) for kernel in launched_kernels.kernels(drawing))
         needed = memory_of(draw.compiled, chip)
         draw_report = DrawReport(_compiled(work).draws(), draw.seconds, seconds, needed, exchanged)
@@ -347,7 +354,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             held_buffers=held_buffers,
             flops=matmul_flops.program_flops(program),
             kernel_flops=sum(kernel.count * kernel.declared_flops for kernel in kernels),
-            collectives=tuple(collectives.table(collectives.collectives(program, layout))),
+            collectives=tuple(collectives.table(collectives.collectives(program, layout, outer))),
             calls=tuple(launched_kernels.calls(program)),
             kernels=tuple(kernels),
             chains=tuple(launched_kernels.chains(program, chip.intensity(work.dtype), declared)),

@@ -1,9 +1,9 @@
 """Devices of chips that are not present, as compilation targets for XLA's compilers."""
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import accelerators
@@ -79,12 +79,16 @@ def _described(target: Target, describe: Callable, platform: str, **arguments: A
 
 
 def _tpu(target: Target) -> dict[str, Any]:
-    """Return the topology of a TPU slice: both cores of a v4 are one device, and a single chip has its own host."""
-    if target.slices > 1:
-        raise InputError(f"{target} is compiled for one slice alone: write {replace(target, slices=1)}, or plan it")
+    """Return the topology of slices of a TPU: both cores of a v4 are one device, and a single chip has its own host."""
     megacore = {"chip_config_name": "megacore"} if target.chip.libtpu_name == "v4" else {}
-    alone = {"chips_per_host_bounds": [1, 1, 1]} if target.chips == 1 else {}
-    return {"topology_name": f"{target.chip.libtpu_name}:{show_topology(target.topology)}", **megacore, **alone}
+    alone = {"chips_per_host_bounds": [1, 1, 1]} if math.prod(target.topology) == 1 else {}
+    slices = {"num_slices": target.slices} if target.slices > 1 else {}
+    return {
+        "topology_name": f"{target.chip.libtpu_name}:{show_topology(target.topology)}",
+        **slices,
+        **megacore,
+        **alone,
+    }
 
 
 def _cuda(target: Target) -> dict[str, str]:

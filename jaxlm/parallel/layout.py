@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
+from jaxlm.core.errors import InputError
+
 # The axes of every mesh, outermost first: `tensor` has the heaviest traffic, and the nearest neighbours.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 # Those that may reach over the slow network between slices, since they send least often, in their order.
@@ -61,3 +63,30 @@ class Layout(Mapping[str, int]):
     def replace(self, **sizes: int) -> "Layout":
         """Return this layout with other sizes of some axes."""
         return Layout({**self, **sizes})
+
+
+def over_slices(layout: Layout, slices: int, axes: Iterable[str] = OVER_SLICES) -> Layout:
+    """Return how a number of slices, each a fast network of its own, are shared among `axes`, in their order.
+
+    Raises InputError where these axes do not divide over the slices.
+    """
+    left, outer = slices, {}
+    for axis in axes:
+        outer[axis] = math.gcd(layout[axis], left)
+        left //= outer[axis]
+    if left > 1:
+        names, sizes = (" × ".join(map(str, each)) for each in (outer, (layout[axis] for axis in outer)))
+        raise InputError(
+            f"{names} = {sizes} does not divide over {slices} slices: these axes alone may cross the network between "
+            f"slices; set mesh.data to a multiple of {slices}"
+        )
+    return Layout(outer)
+
+
+def can_cross(layout: Layout, slices: int) -> bool:
+    """Return whether OVER_SLICES divide over a number of slices."""
+    try:
+        over_slices(layout, slices)
+    except InputError:
+        return False
+    return True

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from matrices import sampled
 
+from jaxlm.core.errors import InputError
 from jaxlm.parallel import mesh as mesh_module
 from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.layout import AXES
@@ -219,11 +220,20 @@ def test_the_slow_network_between_slices_carries_data_then_fsdp(monkeypatch, mes
     assert np.vectorize(lambda device: device.slice_index, otypes=[int])(devices).reshape(mesh).tolist() == slices
 
 
-def test_tensor_does_not_reach_over_slices():
-    with pytest.raises(
-        ValueError, match="lie in 2 slices, over which pipeline × data × fsdp = 1 × 1 × 1 does not divide"
-    ):
-        meshes.make(tensor=8, devices=[Device(id=i, slice_index=i // 4) for i in range(8)])
+def test_tensor_and_context_do_not_reach_over_slices_of_a_tpu():
+    devices = [Device(id=i, slice_index=i // 4, platform="tpu", device_kind="TPU v5 lite") for i in range(8)]
+    for axis in ("expert", "context", "tensor"):
+        with pytest.raises(InputError, match="fsdp = 1 × 1 × 1 does not divide over 2 slices"):
+            meshes.make(devices=devices, **{axis: 8})
+
+
+def test_any_axis_reaches_over_nodes_of_gpus(monkeypatch):
+    arranged = []
+    monkeypatch.setattr(mesh_module, "_mesh", arranged.append)
+    meshes.make(context=4, tensor=2, devices=[Device(id=i, slice_index=i // 4) for i in range(8)])
+    (devices,) = arranged
+    slices = np.vectorize(lambda device: device.slice_index, otypes=[int])(devices).reshape(4, 2)
+    assert slices.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
 def test_uneven_kv_heads_are_replicated():

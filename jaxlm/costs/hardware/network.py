@@ -107,7 +107,7 @@ class Network:
 
     `mesh` maps axes to sizes, outermost first, in the order of `jaxlm.parallel.layout.AXES`. The layout is that
     of `jaxlm.parallel.mesh.make_mesh`: the outer axes go over the network between domains as far as they divide
-    (the inner one too, which `make_mesh` may refuse), and the rest is laid on the torus by the rule of
+    (`plan` refuses those that may not), and the rest is laid on the torus by the rule of
     `jax.experimental.mesh_utils.create_device_mesh`. Where that rule winds a slice of 4 or 8 chips along a ring, this
     class keeps the torus. Within a domain all places are equivalent.
 
@@ -177,23 +177,21 @@ class Network:
         """
         if kind not in KINDS:
             raise InputError(f"there is no collective {kind!r}; the kinds are {', '.join(KINDS)}")
-        links, farthest_s, bounds = self._group((axes,) if isinstance(axes, str) else tuple(axes))
-        if not links:
-            return 0.0
-        if kind == "collective-permute":
-            return max(bytes / min(link.path for link in links.values()), sum(link.next_s for link in links.values()))
-        if kind == "all-to-all":
-            carried = _exchange(links, bytes)
-        else:
-            carried = max(bytes * (n - 1) / n / rate for n, rate in bounds)
-        once = max(carried, farthest_s)
-        return 2 * once if kind == "all-reduce" else once
+        return _seconds(kind, bytes, self._group((axes,) if isinstance(axes, str) else tuple(axes)))
+
+    def seconds_between_domains(self, kind: str, bytes: float) -> float:
+        """Return the seconds of one collective, as `seconds` does, of groups with one device in each domain."""
+        span = Span(self._dimensions[-1], self._dimensions[-1].size)
+        return _seconds(kind, bytes, self._linked((span,)))
 
     def _group(self, axes: tuple[str, ...]) -> _GroupLinks:
         if axes not in self._groups:
-            links = {span: self._links(span) for span in self.spans(axes)}
-            self._groups[axes] = _GroupLinks(links, sum(link.farthest_s for link in links.values()), _bounds(links))
+            self._groups[axes] = self._linked(self.spans(axes))
         return self._groups[axes]
+
+    def _linked(self, spans: Sequence[Span]) -> _GroupLinks:
+        links = {span: self._links(span) for span in spans}
+        return _GroupLinks(links, sum(link.farthest_s for link in links.values()), _bounds(links))
 
     def _links(self, span: Span) -> _Links:
         chip, n, name = self.target.chip, span.size, span.dimension.name
@@ -218,6 +216,21 @@ class Network:
         if span.ring:
             return _Links(2 * path, path, n // 2 * hop_s, hop_s, crossing)
         return _Links(path, path, (n - 1) * hop_s, (n - 1) * hop_s, crossing)
+
+
+def _seconds(kind: str, bytes: float, group: _GroupLinks) -> float:
+    """Return the seconds of one collective of a group, as `Network.seconds` does."""
+    links, farthest_s, bounds = group
+    if not links:
+        return 0.0
+    if kind == "collective-permute":
+        return max(bytes / min(link.path for link in links.values()), sum(link.next_s for link in links.values()))
+    if kind == "all-to-all":
+        carried = _exchange(links, bytes)
+    else:
+        carried = max(bytes * (n - 1) / n / rate for n, rate in bounds)
+    once = max(carried, farthest_s)
+    return 2 * once if kind == "all-reduce" else once
 
 
 def _bounds(links: Mapping[Span, _Links]) -> list[tuple[int, float]]:

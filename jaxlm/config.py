@@ -32,7 +32,7 @@ from jaxlm.parallel import layout_choice
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.layout_choice import ModelSize, some_divisors
-from jaxlm.parallel.rules import TRAIN, Kind
+from jaxlm.parallel.rules import RULES, TRAIN, Kind
 from jaxlm.training.changes import is_free
 from jaxlm.training.config import DEFAULT_STEPS, DecayingScheduleConfig, OptimizerConfig, RunConfig
 from jaxlm.training.paths import RunPaths, small_files
@@ -267,6 +267,7 @@ def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout
         mesh_layout = layout_of_any_batch(experiment, devices)
     else:
         mesh_layout = experiment.mesh.layout(devices)
+        layout_choice.check_used(mesh_layout, RULES[kind])
     check_layout(experiment, mesh_layout, kind, devices)
     return mesh_layout
 

@@ -137,8 +137,7 @@ def inference_layout(mesh: MeshSection, devices: int, rules: Rules, fits: Callab
     Raises InputError where the mesh does not divide the devices.
     """
     layout, sizes, rest = mesh.layout(devices), mesh.sizes(), _rest_of_batch(mesh, rules)
-    if idle := [axis for axis, size in layout.items() if size > 1 and not rules.duties(axis)]:
-        raise InputError(f"{describe_axes(idle)} = {layout.over(idle)} shards nothing in inference: set it to 1")
+    check_used(layout, rules)
     if rest is None:
         return layout
     given = {axis: size for axis, size in layout.items() if axis != rest and sizes[axis] != 1}
@@ -147,6 +146,12 @@ def inference_layout(mesh: MeshSection, devices: int, rules: Rules, fits: Callab
     candidates = [each.replace(**given) for each in factorings(devices // Layout(given).size, [first, *free])]
     candidates.sort(key=lambda each: each.over(free))
     return next(filter(fits, candidates), candidates[-1])
+
+
+def check_used(layout: Layout, rules: Rules) -> None:
+    """Raise InputError where a layout of inference has several devices along an axis that shards nothing."""
+    if idle := [axis for axis, size in layout.items() if size > 1 and not rules.duties(axis)]:
+        raise InputError(f"{describe_axes(idle)} = {layout.over(idle)} shards nothing in inference: set it to 1")
 
 
 def _rest_of_batch(mesh: MeshSection, rules: Rules) -> str | None:

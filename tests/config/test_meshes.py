@@ -94,6 +94,17 @@ def test_every_step_asks_that_a_mesh_divides_the_heads():
             check_layout(experiment, meshes.layout(tensor=7), kind)
 
 
+def test_inference_has_no_axis_that_shards_nothing():
+    with pytest.raises(InputError, match=r"^mesh\.context = 2 shards nothing in inference: set it to 1$"):
+        config.layout(load(SMALL, ["mesh.context=2"], None), 2, "decode")
+
+
+def test_each_device_of_a_sequence_has_two_chunks_of_it():
+    overrides = ["mesh.context=2", "training.sequence=30"]
+    with pytest.raises(InputError, match=r"2 × mesh\.context = 4 does not divide .*training\.sequence to 32$"):
+        config.layout(load(SMALL, overrides, None), 2)
+
+
 def test_two_axes_cannot_both_take_the_rest():
     with pytest.raises(InputError, match="mesh.fsdp and mesh.tensor are both"):
         config.layout(load(SMALL, ["mesh.tensor=all"]), 8)

@@ -10,6 +10,10 @@ from jaxlm.costs.hardware.rates import SustainedRates
 from jaxlm.costs.stack import Stack
 from jaxlm.costs.timing.computation import Part
 
+# Collectives over networks were measured among 32 GPUs, and send a part of their bytes in each of as many steps. A
+# permutation is one of them.
+_STEPS = 32
+
 
 class Communication(NamedTuple):
     """Collectives that computation does not hide, by kind and axes, and the seconds of those that it hides."""
@@ -31,7 +35,8 @@ def sustained_time(
         once = max(measured.floor_s, factor * (size + measured.half_bytes) / measured.bus_bytes_per_s)
         return Part(once, 0.0, measured.spread * once)
     link = rates.link("network" if across else "domain")
-    once = network.seconds(kind, size + link.half_bytes, axes) / link.share
+    half_bytes = link.half_bytes / (_STEPS if kind == "collective-permute" else 1)
+    once = network.seconds(kind, size + half_bytes, axes) / link.share
     return Part(once, 0.0, link.spread * once)
 
 

@@ -116,7 +116,7 @@ def _of_shared(local: Local, sizes: _Sizes) -> DoorCost:
     blocks = [x._replace(shape=(B, T, *x.shape[2:])) for x in pair]
     way = shared.way(local.context_parallel)
     if way == "ring":
-        cost = _cost(local, sizes._replace(S=T), blocks=len(shared.hops))
+        cost = _cost(local, sizes._replace(S=T // 2), blocks=2 * len(shared.hops))
     elif way == "heads":
         cost = _cost(local, sizes._replace(T=S, K=K // shared.shards), chunks=False)
     else:

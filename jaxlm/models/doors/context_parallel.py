@@ -206,6 +206,8 @@ def _ring_saving(settings: _SharedSettings, *operands: Any) -> tuple[Part, tuple
 
 def _ring_gradients(settings: _SharedSettings, saved: tuple, cotangents: Part) -> tuple:
     query, key, value, start, end, out, log_sum_exp = saved
+    # Otherwise XLA keeps from the forward pass the first block's scores, and the result before it was rounded.
+    key, value, out = jax.lax.optimization_barrier((key, value, out))
     d_out, d_log_sum_exp = cotangents
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1) - d_log_sum_exp
     operands = (query, HEADS), (key, KV_HEADS), (value, KV_HEADS), (d_out, HEADS)
@@ -220,22 +222,29 @@ _ring.defvjp(_ring_saving, _ring_gradients)
 def _ring_forward(settings: _SharedSettings, query: Any, key: Any, value: Any, *key_range: Any) -> Part:
     """Return a device's part of the results, from keys and values that come one block after the other."""
     options, hops = _options_of_parts(settings), settings.sizes.hops
+    shifts = [b - a for a, b in itertools.pairwise(hops)]
 
-    def joined(part: Part, block: Part, hop: Any) -> Part:
-        seen = _seen(settings, key_range, hop)
-        return _joined(part, over_part(query, *block, key_range=seen, **options))
+    def attended(block: Part, hop: Any) -> Part:
+        first, second = (
+            (out.astype(jnp.float32), log_sum_exp)
+            for chunk, seen in _chunks(settings, block, key_range, hop)
+            for out, log_sum_exp in [over_part(query, *chunk, key_range=seen, **options)]
+        )
+        return _joined(first, second)
 
     def step(carry: tuple, hop: jax.Array, shift: int) -> tuple[tuple, None]:
         part, block = carry
         following = _sent(settings, block, shift)  # while the block below is computed
-        return (joined(part, block, hop), following), None
+        return (_joined(part, attended(block, hop)), following), None
 
-    nothing = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
-    carry = (jnp.zeros((*query.shape[:3], value.shape[3]), jnp.float32), nothing), (key, value)
-    for shift, some in _runs(hops[:-1], [b - a for a, b in itertools.pairwise(hops)]):
-        carry, _ = jax.lax.scan(functools.partial(step, shift=shift), carry, some)
-    part, block = carry
-    out, log_sum_exp = joined(part, block, hops[-1])
+    part, block = attended((key, value), hops[0]), (key, value)
+    if hops[1:]:
+        carry = part, _sent(settings, block, shifts[0])
+        for shift, some in _runs(hops[1:-1], shifts[1:]):
+            carry, _ = jax.lax.scan(functools.partial(step, shift=shift), carry, some)
+        part, block = carry
+        part = _joined(part, attended(block, hops[-1]))
+    out, log_sum_exp = part
     return out.astype(query.dtype), log_sum_exp
 
 
@@ -251,13 +260,17 @@ def _ring_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of a device's queries, keys and values. Those of a block travel behind it in float32, and
     from its last device home."""
-    options, hops = _options_of_parts(settings), settings.sizes.hops
+    # Blocks travel the other way round: XLA would merge the first sends with those of the forward pass, and keep them.
+    options, hops = _options_of_parts(settings), [-hop for hop in settings.sizes.hops]
+    shifts = [b - a for a, b in itertools.pairwise(hops)]
 
     def gradients(block: Part, hop: Any) -> tuple[jax.Array, Part]:
-        seen = _seen(settings, key_range, hop)
-        each = gradients_over_part(query, *block, d_out, log_sum_exp, delta, key_range=seen, **options)
-        d_query, *d_block = (x.astype(jnp.float32) for x in each)
-        return d_query, tuple(d_block)
+        rows = d_out, log_sum_exp, delta
+        chunks = _chunks(settings, block, key_range, hop)
+        each = [gradients_over_part(query, *chunk, *rows, key_range=seen, **options) for chunk, seen in chunks]
+        (d_query, *d_first), (of_second, *d_second) = (tuple(x.astype(jnp.float32) for x in of) for of in each)
+        d_key, d_value = (jnp.concatenate(pair, axis=1) for pair in zip(d_first, d_second, strict=True))
+        return d_query + of_second, (d_key, d_value)
 
     def added(carry: tuple, block: Part, hop: Any) -> tuple[jax.Array, Part]:
         return jax.tree.map(jnp.add, carry, gradients(block, hop))
@@ -269,7 +282,6 @@ def _ring_backward(
 
     sums, block = gradients((key, value), hops[0]), (key, value)
     if hops[1:]:
-        shifts = [b - a for a, b in itertools.pairwise(hops)]
         carry = sums, _sent(settings, block, shifts[0])
         for pair, some in _runs(hops[1:-1], list(itertools.pairwise(shifts))):
             carry, _ = jax.lax.scan(functools.partial(step, shifts=pair), carry, some)
@@ -301,17 +313,16 @@ def _sent(settings: _SharedSettings, block: Part, shift: int) -> Part:
     return jax.lax.ppermute(block, settings.axes, pairs)
 
 
-def _seen(settings: _SharedSettings, key_range: Sequence[jax.Array], hop: Any) -> KeyRange:
-    """Return the keys that this device's tokens see in the block of the device `hop` places before it: of each of its
-    two chunks an interval."""
+def _chunks(
+    settings: _SharedSettings, block: Part, key_range: Sequence[jax.Array], hop: Any
+) -> Iterator[tuple[Part, KeyRange]]:
+    """Yield the two chunks of a block, which comes from the device `hop` places before this one, each with the keys of
+    it that this device's tokens see."""
     n, chunk = settings.sizes.shards, settings.sizes.tokens // 2
     source = (settings.index - hop) % n
-    begin = source * chunk, (2 * n - 1 - source) * chunk
-
-    def within(x: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.clip(x - first, 0, chunk) + i * chunk for i, first in enumerate(begin)])
-
-    return KeyRange(*map(within, key_range))
+    for i, first in enumerate((source * chunk, (2 * n - 1 - source) * chunk)):
+        key, value = (jax.lax.slice_in_dim(x, i * chunk, (i + 1) * chunk, axis=1) for x in block)
+        yield (key, value), KeyRange(*(jnp.clip(x - first, 0, chunk) for x in key_range))
 
 
 def _joined(one: Part, other: Part) -> Part:
@@ -319,5 +330,5 @@ def _joined(one: Part, other: Part) -> Part:
     (out, log_sum_exp), (more, of_more) = one, other
     total = jnp.logaddexp(log_sum_exp, of_more)
     finite = jnp.where(total == -jnp.inf, 0.0, total)
-    shares = (jnp.exp(x - finite)[..., None] for x in (log_sum_exp, of_more))
-    return sum(share * x.astype(jnp.float32) for share, x in zip(shares, (out, more), strict=True)), total
+    share, of_other = (jnp.exp(x - finite)[..., None] for x in (log_sum_exp, of_more))
+    return share * out + of_other * more, total

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -416,29 +416,40 @@ class Workload:
         local = local_shapes.local_shape(
             self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads
         )
-        return self._with_rows(axes, local, {"batch": self.rows, "draws": self.draws})
+        return self._with_rows(axes, local, self.rows_by_axis())
+
+    @memoized
+    def rows_by_axis(self) -> dict[str, int]:
+        """Return the rows on one device by their logical axis."""
+        shared = self.row_shards() // self._shards_by_axis()["expert_batch"]
+        return {"batch": self.rows(), "expert_batch": self.rows() * shared, "draws": self.draws()}
+
+    @memoized
+    def _shards_by_axis(self) -> dict[str, int]:
+        """Return the shards of rows by their logical axis."""
+        shards = self.row_shards()
+        shared = self.layout.over(self.rules.over("expert_batch")) if shards > 1 else 1
+        return {"batch": shards, "expert_batch": shared, "draws": shards}
 
     def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape with one row for each shard of the batch: placements then do not depend on the number of
         rows."""
-        return self._with_rows(axes, tuple(shape), dict.fromkeys(ROWS, self.row_shards))
+        return self._with_rows(axes, tuple(shape), self._shards_by_axis())
 
-    def _with_rows(
-        self, axes: Sequence[str | None], shape: tuple[int, ...], rows: dict[str, Callable[[], int]]
-    ) -> tuple[int, ...]:
-        """Return a shape with these numbers of rows along the axes `batch` and `draws`."""
+    def _with_rows(self, axes: Sequence[str | None], shape: tuple[int, ...], rows: dict[str, int]) -> tuple[int, ...]:
+        """Return a shape with these numbers of rows along the axes ROWS."""
         row_axis = next((axis for axis in ROWS if axis in axes), None)
         if row_axis is None:
             return shape
         at = axes.index(row_axis)
-        return (*shape[:at], rows[row_axis](), *shape[at + 1 :])
+        return (*shape[:at], rows[row_axis], *shape[at + 1 :])
 
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Return the number of elements of a parameter on one device."""
         return local_shapes.stored(self.rules, self.layout, tuple(axes), tuple(shape))
 
 
-ROWS = ("batch", "draws")  # logical axes of rows
+ROWS = ("batch", "expert_batch", "draws")  # logical axes of rows
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,6 +15,8 @@ from typing import Literal
 Kind = Literal["train", "prefill", "decode"]
 # After the name of an axis: groups of its entries, which have one scale each.
 GROUPS = "/groups"
+# Logical axes of the sequences of a batch.
+_TOKENS = frozenset({"batch", "expert_batch"})
 # The mesh axes that shard each dimension of an array.
 Placement = tuple[tuple[str, ...], ...]
 
@@ -111,7 +113,7 @@ class Rules:
     def replicas(self) -> tuple[str, ...]:
         """The mesh axes that shard the batch alone: each of their devices has a copy of the model, and gradients are
         summed over them once per step."""
-        return tuple(axis for axis in self.over("batch") if self.duties(axis) == {"batch"})
+        return tuple(axis for axis in self.over("batch") if self.duties(axis) <= _TOKENS)
 
     @cached_property
     def summed_each_microbatch(self) -> tuple[str, ...]:
@@ -123,7 +125,7 @@ class Rules:
     @cached_property
     def batch_alone(self) -> tuple[str, ...]:
         """The mesh axes that shard nothing but the batch while a layer computes."""
-        return tuple(axis for axis in self.over("batch") if self.duties(axis) - self._parameters == {"batch"})
+        return tuple(axis for axis in self.over("batch") if self.duties(axis) - self._parameters <= _TOKENS)
 
     @cached_property
     def of_parameters(self) -> frozenset[str]:
@@ -181,6 +183,7 @@ TRAIN = _rules(
         "channels": (),  # vectors as wide as the model: too small to be worth gathering
         # activations
         "batch": ("data", "fsdp", "expert"),
+        "expert_batch": ("data", "fsdp"),  # tokens of all devices that share out the experts
         "sequence": ("context",),
         "key_sequence": (),  # of keys and values
         "residual": (
@@ -192,14 +195,14 @@ TRAIN = _rules(
         "act_kv_heads": ("tensor",),
         "act_head_dim": (),
         "act_feed_forward": ("tensor",),
-        "act_experts": (),
+        "act_experts": ("expert",),
         "act_routes": (),
         "act_shared_gate": (),
         "act_latent": (),
         "act_lora": (),
         "act_vocab": ("pipeline", "tensor"),
     },
-    frozenset({"layers", "batch", "residual", "kv_heads"}),
+    frozenset({"layers", "batch", "expert_batch", "residual", "kv_heads"}),
 )
 # As in training, but whatever the mesh does not divide stays whole: a forward pass by itself.
 FORWARD = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))

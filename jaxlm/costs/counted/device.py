@@ -94,18 +94,13 @@ class DeviceStep:
 
     def _local_arrays(self, placed: Iterable[_PlacedArray]) -> tuple[LocalArray, ...]:
         """Return arrays on this device, for the rows of a microbatch."""
-        numbers, trained, dtypes, arrays = self._numbers, self.trained, self._dtypes, []
+        numbers, trained, dtypes, arrays = self.work.rows_by_axis(), self.trained, self._dtypes, []
         for value, shape, rows, dtype, sharded in placed:
             if rows is not None:
                 axis, at = rows
                 shape = (*shape[:at], numbers[axis], *shape[at + 1 :])
             arrays.append(LocalArray(shape, dtypes.get(dtype, dtype), sharded, value in trained))
         return tuple(arrays)
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        """The rows on this device, by their logical axis."""
-        return {"batch": self.work.rows(), "draws": self.work.draws()}
 
     @cached_property
     def _dtypes(self) -> dict[str | None, str]:

@@ -12,7 +12,6 @@ from jaxlm.costs.counted.operations import run_again, updates
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.models.doors.cost import Statistics
-from jaxlm.models.logical_axes import GATHERED, RESIDUAL
 from jaxlm.parallel.rules import together
 
 DRAWS = "draws"  # the kind of array of collectives before and after a draw
@@ -240,9 +239,11 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
         summed = device.contracted_over(use)
         if not cost.relays and not summed:
             continue
-        whole = work.itemsize * math.prod(work.shape(GATHERED, use.result_shapes[0]))
-        # The axes that shard the residual before and after gathering, and the axes that it is gathered over.
-        before, after = (together(work.placed(axes, use.result_shapes[0])) for axes in (RESIDUAL, GATHERED))
+        # Its logical axes scattered and gathered, the mesh axes that shard it so, and those that it is gathered over.
+        marker = use.marker
+        ends = (marker.operands[0], marker.results[0]) if cost.relays else (marker.results[0], cost.contracted_rows)
+        whole = work.itemsize * math.prod(work.shape(ends[1], use.result_shapes[0]))
+        before, after = (together(work.placed(axes, use.result_shapes[0])) for axes in ends)
         over = tuple(axis for axis in before if axis not in after)
 
         def sums(axes: tuple, scatters: bool, n: int, hidden: bool, whole: int = whole, over: tuple = over) -> None:
@@ -277,7 +278,7 @@ def _operands(device: DeviceStep) -> Iterator[Collective]:
             runs = {"forward": (1 + reruns) * each.forward, "backward": device.trains(use) * each.backward}
             for phase, times in runs.items():
                 behind = phase if each.is_hidden else None
-                yield Collective(each.kind, over, work.passes * use.times * times, each.bytes, "keys", behind)
+                yield Collective(each.kind, over, work.passes * use.times * times, each.bytes, each.of, behind)
 
 
 def _statistics(device: DeviceStep) -> Iterator[Collective]:

@@ -11,7 +11,7 @@ from jaxlm.models.doors.bias import BIAS, broadcast_bias
 from jaxlm.models.doors.cost import CountedFunction, DoorCost, InPlace, Local, Loop, Saved, launched, loop
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.elementwise import in_place
-from jaxlm.models.logical_axes import HIDDEN
+from jaxlm.models.logical_axes import HIDDEN, Axes
 from kernels_pallas import bias_activation, gated_activation
 from kernels_pallas.bias_activation import costs as bias_activation_costs
 from kernels_pallas.core import slopes, target
@@ -26,9 +26,9 @@ def _function(name: str, gated: bool) -> Callable[..., jax.Array]:
     return functools.partial(slopes.activation, name)
 
 
-def _signature(name: str, x: jax.Array, bias: nnx.Param | None = None) -> Signature:
-    vectors = [] if bias is None else [(bias[...], HIDDEN[-1:])]
-    return Signature([(x, HIDDEN), *vectors], [(x, HIDDEN)], {"name": name})
+def _signature(name: str, x: jax.Array, bias: nnx.Param | None = None, axes: Axes = HIDDEN) -> Signature:
+    vectors = [] if bias is None else [(bias[...], axes[-1:])]
+    return Signature([(x, axes), *vectors], [(x, axes)], {"name": name})
 
 
 def _declare(local: Local) -> DoorCost:
@@ -44,8 +44,9 @@ def _declare(local: Local) -> DoorCost:
 
 
 @door(_signature, _declare)
-def activation(name: str, x: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
-    """Return an activation of each number of x (+ bias [F]) (`kernels_pallas.core.activations`), in its dtype.
+def activation(name: str, x: jax.Array, bias: nnx.Param | None = None, axes: Axes = HIDDEN) -> jax.Array:
+    """Return an activation of each number of x (+ bias [F]) (`kernels_pallas.core.activations`), in its dtype. `axes`:
+    the logical axes of x.
 
     On a GPU a kernel adds the bias: the backward pass reads x, which a product has written already. Elsewhere it reads
     the slope, which XLA for TPUs writes within the product, and a CPU reads faster than it computes it again.
@@ -53,12 +54,12 @@ def activation(name: str, x: jax.Array, bias: nnx.Param | None = None) -> jax.Ar
     if bias is None:
         return slopes.activation(name, x)
     if kernels.implementation() != "xla" and target.platform() != "tpu":
-        return kernels.run(bias_activation, (x, HIDDEN), (bias[...], HIDDEN[-1:]), activation=name)
+        return kernels.run(bias_activation, (x, axes), (bias[...], axes[-1:]), activation=name)
     return slopes.activation(name, x + broadcast_bias(bias[...], x))
 
 
-def _gated(name: str, gate_BTF: jax.Array, up_BTF: jax.Array) -> Signature:
-    return Signature([(gate_BTF, HIDDEN), (up_BTF, HIDDEN)], [(up_BTF, HIDDEN)], {"name": name})
+def _gated(name: str, gate_BTF: jax.Array, up_BTF: jax.Array, axes: Axes = HIDDEN) -> Signature:
+    return Signature([(gate_BTF, axes), (up_BTF, axes)], [(up_BTF, axes)], {"name": name})
 
 
 def _declare_gated(local: Local) -> DoorCost:
@@ -72,6 +73,6 @@ def _declare_gated(local: Local) -> DoorCost:
 
 
 @door(_gated, _declare_gated)
-def gated(name: str, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    """Return activation(gate) ⊙ up (arXiv:2002.05202, equation 5)."""
-    return kernels.run(gated_activation, (gate_BTF, HIDDEN), (up_BTF, HIDDEN), activation=name)
+def gated(name: str, gate_BTF: jax.Array, up_BTF: jax.Array, axes: Axes = HIDDEN) -> jax.Array:
+    """Return activation(gate) ⊙ up (arXiv:2002.05202, equation 5). `axes`: the logical axes of both."""
+    return kernels.run(gated_activation, (gate_BTF, axes), (up_BTF, axes), activation=name)

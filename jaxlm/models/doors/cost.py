@@ -7,7 +7,7 @@ and stands beside the door it is of.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.models.execution_config import ContextParallel
-from jaxlm.models.logical_axes import Axes
+from jaxlm.models.logical_axes import GATHERED, Axes
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.grouped_matmul.visits import TileRows
 from kernels_pallas.paged_attention.costs import SectionReads
@@ -321,6 +321,7 @@ class Exchange(NamedTuple):
       bytes: of one on one device, of the larger side.
       forward, backward: runs in each pass.
       is_hidden: the door computes meanwhile what does not depend on it.
+      of: the name of the operand in reports.
     """
 
     operand: int
@@ -330,6 +331,7 @@ class Exchange(NamedTuple):
     forward: int = 0
     backward: int = 0
     is_hidden: bool = False
+    of: str = "keys"
 
 
 class InPlace(NamedTuple):
@@ -352,6 +354,7 @@ class DoorCost(NamedTuple):
       in_place: where XLA computes so.
       contracted: an operand and its dimensions that are summed over: the result is a sum over the devices that share
         them.
+      contracted_rows: the logical axes by which the parts of that sum lie.
       statistics: sums over devices that do not follow from axes.
       relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
       exchanges: the collectives of operands that are sharded more before the door than in it.
@@ -368,7 +371,8 @@ class DoorCost(NamedTuple):
     workspace: Workspace = Workspace()
     loss: LossWorkspace | None = None
     in_place: InPlace = InPlace()
-    contracted: tuple[int, range] | None = None
+    contracted: tuple[int, Sequence[int]] | None = None
+    contracted_rows: Axes = GATHERED
     statistics: tuple[Statistics, ...] = ()
     relays: bool = False
     exchanges: tuple[Exchange, ...] = ()

@@ -1,7 +1,8 @@
 """Products of tokens with the matrices of the experts that they chose, without padding or dropping.
 
-Each device sorts the rows of its own tokens, one for each expert of a token, and walks over the experts that have rows
-(`kernels_pallas.grouped_matmul`). Devices that have parts of the experts' hidden channels send the sums over these.
+Devices that share out the experts gather each other's tokens. Each device sorts the rows of these tokens, one for each
+expert of a token, its own experts' first, and walks over the experts that have rows (`kernels_pallas.grouped_matmul`).
+Devices that have parts of the experts, or of their hidden channels, send the sums over these.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from jaxlm.models.doors.bias import BIAS
 from jaxlm.models.doors.cost import (
     DoorCost,
     DoorProduct,
+    Exchange,
     Local,
     LocalArray,
     Loop,
@@ -29,7 +31,7 @@ from jaxlm.models.doors.cost import (
 )
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.doors.quantized_linear import parts_of, served_by
-from jaxlm.models.logical_axes import GATHERED, HIDDEN, RESIDUAL, Axes
+from jaxlm.models.logical_axes import EXPERT_HIDDEN, EXPERT_TOKENS, GATHERED, RESIDUAL, Axes
 from jaxlm.models.parameters import axes_of
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.quantized_matrix import QuantizedMatrix
@@ -43,9 +45,12 @@ from kernels_pallas.core.quantized.formats import KINDS
 from kernels_pallas.grouped_matmul import computed_rows, costs, quantized
 from kernels_pallas.paged_attention.costs import SectionReads
 
-_ROWS: Axes = GATHERED[:2]
-_CHOICES: Axes = (*_ROWS, None)
-_PARTS = "act_feed_forward"  # the logical axis of which devices with parts of an expert have a part each
+_TOKENS: Axes = EXPERT_TOKENS[:2]
+_CHOICES: Axes = (*_TOKENS, None)
+_ROWS: Axes = EXPERT_HIDDEN[:3]
+_SIZES: Axes = (None, None, "act_experts")
+# The logical axes of which devices have a part each: of the experts, and of an expert's hidden channels.
+_PARTS: Axes = ("act_experts", "act_feed_forward")
 
 Experts = nnx.Param | QuantizedMatrix  # [E, outputs, inputs], or values and scales, whose inputs stand first
 
@@ -53,17 +58,18 @@ Experts = nnx.Param | QuantizedMatrix  # [E, outputs, inputs], or values and sca
 class ExpertRows(NamedTuple):
     """The rows of a mixture: each token once for each expert that it chose, sorted by expert on each device.
 
-    P: the devices that have tokens of their own. R: the rows on one of them.
+    P: the groups of devices that have tokens of their own. X: the devices of a group, which share out the experts. R:
+    the rows on one of them.
 
     Attributes:
-      order_PR: int32, of each row the choice that it is, an index into the device's [tokens · choices].
-      place_PR: int32, of each choice its row.
-      sizes_PE: int32, the rows of each expert. Those of padding follow after all experts' rows.
+      order_PXR: int32, of each row the choice that it is, an index into the group's [tokens · choices].
+      place_PXR: int32, of each choice its row.
+      sizes_PXE: int32, the rows of each of the device's experts. Those of others, and of padding, follow after them.
     """
 
-    order_PR: jax.Array
-    place_PR: jax.Array
-    sizes_PE: jax.Array
+    order_PXR: jax.Array
+    place_PXR: jax.Array
+    sizes_PXE: jax.Array
 
 
 def sort_by_expert(index_BTk: jax.Array, is_token_BT: jax.Array, num_experts: int) -> ExpertRows:
@@ -73,32 +79,47 @@ def sort_by_expert(index_BTk: jax.Array, is_token_BT: jax.Array, num_experts: in
 
 def _sort_signature(index_BTk: jax.Array, is_token_BT: jax.Array, num_experts: int) -> Signature:
     B, T, k = index_BTk.shape
-    shapes = (B, T * k), (B, T * k), (1, num_experts)
+    shapes = (B, 1, T * k), (B, 1, T * k), (1, 1, num_experts)
     results = [
         (jax.ShapeDtypeStruct(shape, jnp.int32), axes)
-        for shape, axes in zip(shapes, (_ROWS, _ROWS, (None, None)), strict=True)
+        for shape, axes in zip(shapes, (_ROWS, _ROWS, _SIZES), strict=True)
     ]
-    return Signature([(index_BTk, _CHOICES), (is_token_BT, _ROWS)], results, {"num_experts": num_experts})
+    return Signature([(index_BTk, _CHOICES), (is_token_BT, _TOKENS)], results, {"num_experts": num_experts})
 
 
 _SORT = Loop(0, 8, 0), Loop(0, 0, 0)  # a radix sort of ids with their places, in four passes
 
 
+def _declare_sort(local: Local) -> DoorCost:
+    exchanges = _gathered(local, 0, (*GATHERED[:2], None)), _gathered(local, 1, GATHERED[:2])
+    passes = (loop(_SORT, local.operands[0], "sort"),)
+    return DoorCost(passes=passes, saved=Saved(results=(0, 1, 2)), exchanges=exchanges)
+
+
+def _gathered(local: Local, operand: int, before: Axes) -> Exchange:
+    """Return the gathering of an operand of the tokens of all devices that share out the experts."""
+    return Exchange(operand, before, "all-gather", local.operands[operand].bytes, forward=1, of="routes")
+
+
 @door(
     _sort_signature,
-    lambda local: DoorCost(passes=(loop(_SORT, local.operands[0], "sort"),), saved=Saved(results=(0, 1, 2))),
+    _declare_sort,
     name="sort_by_expert",
 )
 def _sort(index_BTk: jax.Array, is_token_BT: jax.Array, num_experts: int) -> tuple[jax.Array, ...]:
-    def local(index_BTk: jax.Array, is_token_BT: jax.Array) -> tuple[jax.Array, ...]:
-        expert_R = jnp.where(is_token_BT[..., None], index_BTk, num_experts).reshape(-1)
+    def local(index_BTk: jax.Array, is_token_BT: jax.Array, own_E: jax.Array) -> tuple[jax.Array, ...]:
+        own_BTk = index_BTk - own_E[0]
+        is_own_BTk = is_token_BT[..., None] & (own_BTk >= 0) & (own_BTk < len(own_E))
+        expert_R = jnp.where(is_own_BTk, own_BTk, len(own_E)).reshape(-1)
         order_R = jnp.argsort(expert_R, stable=True).astype(jnp.int32)
         counts = jnp.arange(len(expert_R), dtype=jnp.int32)
         place_R = jnp.zeros_like(order_R).at[order_R].set(counts, unique_indices=True)
-        ends_E = jnp.sum(expert_R[None] <= jnp.arange(num_experts)[:, None], axis=1).astype(jnp.int32)
-        return order_R[None], place_R[None], jnp.diff(ends_E, prepend=0)[None]
+        ends_E = jnp.sum(expert_R[None] <= jnp.arange(len(own_E))[:, None], axis=1).astype(jnp.int32)
+        return order_R[None, None], place_R[None, None], jnp.diff(ends_E, prepend=0)[None, None]
 
-    return on_each_device(local, (index_BTk, _CHOICES), (is_token_BT, _ROWS), results=[_ROWS] * 3)
+    own_E = jnp.arange(num_experts)
+    operands = (index_BTk, _CHOICES), (is_token_BT, _TOKENS), (own_E, _PARTS[:1])
+    return on_each_device(local, *operands, results=[_ROWS] * 3)
 
 
 @jax.custom_vjp
@@ -127,25 +148,32 @@ def to_experts(
     biases: Sequence[nnx.Param | None] = (),
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, ...]:
-    """Return x · matrix (+ bias [E, F]) of each expert's rows for each matrix [E, F, D], [P, R, F] in x's dtype.
+    """Return x · matrix (+ bias [E, F]) of each expert's rows for each matrix [E, F, D], [P, X, R, F] in x's dtype.
     Matrices may be quantised.
 
     Args:
-      x_BTD: gathered.
+      x_BTD: of all devices that share out the experts.
       biases: one for each matrix, or None; none has one where this is empty.
       names: of the results, for rematerialisation.
     """
-    axes = (*_ROWS, f"act_{matrices[0].inputs[0]}")
+    axes = (*_TOKENS, f"act_{matrices[0].inputs[0]}")
     # Each device that has a part of the experts has the rows to itself, so that their gradients, which are parts of
     # sums, are added before they are sent.
-    parts = shards_of(_PARTS, _outputs(matrices[0]))
-    of_parts = constrain(jnp.broadcast_to(x_BTD[None], (parts, *x_BTD.shape)), _PARTS, *axes) if parts > 1 else None
+    parts = tuple(map(shards_of, _PARTS, (_experts(matrices[0]), _outputs(matrices[0]))))
+    of_parts = None
+    if max(parts) > 1:
+        of_parts = constrain(jnp.broadcast_to(x_BTD[None, None], (*parts, *x_BTD.shape)), *_PARTS, *axes)
     results = []
     for i, matrix in enumerate(matrices):
         bias = biases[i] if biases else None
         y = _to_experts(x_BTD, rows, matrix, bias, axes, of_parts)
         results.append(checkpoint_name(y, names[i]) if names else y)
     return tuple(results)
+
+
+def _experts(matrix: Experts) -> int:
+    """Return the number of experts."""
+    return _parts_of(matrix)[0][...].shape[0]
 
 
 def _outputs(matrix: Experts) -> int:
@@ -162,17 +190,18 @@ def _to_signature(
     x_BTD: jax.Array, rows: ExpertRows, matrix: Experts, bias: nnx.Param | None, axes: Axes, of_parts: Any
 ) -> Signature:
     weights = _weights(matrix, bias)
-    y = jax.ShapeDtypeStruct((*rows.order_PR.shape, _outputs(matrix)), x_BTD.dtype)
+    y = jax.ShapeDtypeStruct((*rows.order_PXR.shape, _outputs(matrix)), x_BTD.dtype)
     operands = [(x_BTD, axes), weights[0], *_row_operands(rows), *weights[1:]]
-    return Signature(operands, [(y, HIDDEN)], _options(matrix, bias), of=matrix)
+    return Signature(operands, [(y, EXPERT_HIDDEN)], _options(matrix, bias), of=matrix)
 
 
 def _options(matrix: Experts, bias: nnx.Param | None) -> dict[str, Any]:
-    return {"is_biased": bias is not None, "kind": matrix.kind if isinstance(matrix, QuantizedMatrix) else None}
+    kind = matrix.kind if isinstance(matrix, QuantizedMatrix) else None
+    return {"is_biased": bias is not None, "kind": kind, "num_experts": _experts(matrix)}
 
 
 def _row_operands(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:
-    return [(rows.order_PR, _ROWS), (rows.place_PR, _ROWS), (rows.sizes_PE, (None, None))]
+    return [(rows.order_PXR, _ROWS), (rows.place_PXR, _ROWS), (rows.sizes_PXE, _SIZES)]
 
 
 _SPREAD = Loop(0, 0, 2), Loop(1, 0, 2)
@@ -186,10 +215,16 @@ def _declare_to(local: Local) -> DoorCost:
     passes = [loop(_SPREAD, x, "rows", rows * width)]
     passes += [loop(BIAS, y, "bias", kind="bias")] * local.options["is_biased"]
     parts = _local_parts(local, 5)
-    cost = _product_cost(local, x.numbers // width, x, parts, Product(1, rows, width, y.shape[-1]))
+    cost = _product_cost(local, x.numbers // width, x, parts, Product(1, _own(local, rows), width, y.shape[-1]))
     saved = Saved((0,) if matrix.is_trained else ())
     workspace = Workspace(beside=rows * width * x.itemsize)
     return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace)
+
+
+def _own(local: Local, rows: int) -> int:
+    """Return the rows of a device's own experts among those of all of them: an expectation, with every choice as
+    likely."""
+    return rows * local.operands[1].shape[0] // local.options["num_experts"]
 
 
 def _local_parts(local: Local, further: int) -> tuple[LocalArray, ...]:
@@ -251,26 +286,26 @@ def _to_experts(
 
     def local(x: jax.Array, order: jax.Array, place: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple:
         x_ND, place_Nk = x.reshape(-1, x.shape[-1]), place.reshape(x.size // x.shape[-1], -1)
-        token_R = order[0] // place_Nk.shape[1]
+        token_R = order[0, 0] // place_Nk.shape[1]
 
         # The rows are taken again for the gradient of the matrix: kept, they would be as many times x as choices.
         @jax.checkpoint
         def product(x_ND: jax.Array, *weights: jax.Array) -> jax.Array:
             whole = [gather(each) for gather, each in zip(gathers, weights, strict=True)]
-            y_RF = multiply(_spread(x_ND, token_R, place_Nk), sizes[0], *whole[:parts])
+            y_RF = multiply(_spread(x_ND, token_R, place_Nk), sizes[0, 0], *whole[:parts])
             for bias_EF in whole[parts:]:
-                y_RF += _of_rows(bias_EF.astype(y_RF.dtype), sizes[0], len(y_RF))
+                y_RF += _of_rows(bias_EF.astype(y_RF.dtype), sizes[0, 0], len(y_RF))
             return y_RF
 
-        return (product(x_ND, *weights)[None],)
+        return (product(x_ND, *weights)[None, None],)
 
-    x = (x_BTD, axes) if of_parts is None else (of_parts, (_PARTS, *axes))
-    (y,) = on_each_device(local, x, *_on_devices(rows), *_weights(matrix, bias), results=[HIDDEN])
+    x = (x_BTD, axes) if of_parts is None else (of_parts, (*_PARTS, *axes))
+    (y,) = on_each_device(local, x, *_on_devices(rows), *_weights(matrix, bias), results=[EXPERT_HIDDEN])
     return y
 
 
 def from_experts(
-    hidden_PRF: jax.Array, rows: ExpertRows, weights_BTk: jax.Array, matrix: Experts, bias: nnx.Param | None = None
+    hidden_PXRF: jax.Array, rows: ExpertRows, weights_BTk: jax.Array, matrix: Experts, bias: nnx.Param | None = None
 ) -> jax.Array:
     """Return for each token the weighted sum over its experts of hidden · matrix [E, D, F] (+ bias [E, D]).
 
@@ -279,9 +314,8 @@ def from_experts(
     Weights multiply the hidden numbers, which the backward pass reads anyway, so that no product of each row is kept.
     """
     output = _output_axis(matrix)
-    return _from_experts(
-        hidden_PRF, rows, weights_BTk, matrix, bias, RESIDUAL if output == "embed" else (*_ROWS, f"act_{output}")
-    )
+    axes = RESIDUAL if output == "embed" else (*GATHERED[:2], f"act_{output}")
+    return _from_experts(hidden_PXRF, rows, weights_BTk, matrix, bias, axes)
 
 
 def _output_axis(matrix: Experts) -> str:
@@ -290,7 +324,7 @@ def _output_axis(matrix: Experts) -> str:
 
 
 def _from_signature(
-    hidden_PRF: jax.Array,
+    hidden_PXRF: jax.Array,
     rows: ExpertRows,
     weights_BTk: jax.Array,
     matrix: Experts,
@@ -298,8 +332,8 @@ def _from_signature(
     axes: Axes,
 ) -> Signature:
     weights = _weights(matrix, bias)
-    y = jax.ShapeDtypeStruct((*weights_BTk.shape[:2], _outputs(matrix)), hidden_PRF.dtype)
-    operands = [(hidden_PRF, HIDDEN), weights[0], *_row_operands(rows), (weights_BTk, _CHOICES), *weights[1:]]
+    y = jax.ShapeDtypeStruct((*weights_BTk.shape[:2], _outputs(matrix)), hidden_PXRF.dtype)
+    operands = [(hidden_PXRF, EXPERT_HIDDEN), weights[0], *_row_operands(rows), (weights_BTk, _CHOICES), *weights[1:]]
     return Signature(operands, [(y, axes)], _options(matrix, bias), of=matrix)
 
 
@@ -311,56 +345,65 @@ def _declare_from(local: Local) -> DoorCost:
     passes = [loop(_SCALED, hidden, "weights"), loop(_SPREAD, y, "sum", rows * channels)]
     passes += [loop(BIAS, y, "bias", rows * channels, kind="bias")] * local.options["is_biased"]
     tokens = rows // local.operands[5].shape[-1]
-    cost = _product_cost(local, tokens, hidden, parts, Product(1, rows, hidden.shape[-1], channels))
+    cost = _product_cost(local, tokens, hidden, parts, Product(1, _own(local, rows), hidden.shape[-1], channels))
     workspace = Workspace(beside=rows * channels * hidden.itemsize)
     saved = Saved((0, 5) if hidden.is_trained else ())
-    contracted = 1, range(1, 2) if is_quantized else range(2, 3)
-    return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace, contracted=contracted)
+    contracted = 1, (0, 1 if is_quantized else 2)
+    weights = _gathered(local, 5, (*GATHERED[:2], None))
+    exchanges = weights, weights._replace(kind="reduce-scatter", forward=0, backward=1)
+    return cost._replace(
+        passes=tuple(passes),
+        saved=saved,
+        workspace=workspace,
+        contracted=contracted,
+        contracted_rows=EXPERT_TOKENS,
+        exchanges=exchanges,
+    )
 
 
 @door(_from_signature, _declare_from, name="from_experts", pinned=True)
 def _from_experts(
-    hidden_PRF: jax.Array,
+    hidden_PXRF: jax.Array,
     rows: ExpertRows,
     weights_BTk: jax.Array,
     matrix: Experts,
     bias: nnx.Param | None,
     axes: Axes,
 ) -> jax.Array:
-    multiply, (*_, hidden_size) = _multiplied(matrix), hidden_PRF.shape
+    multiply, (*_, hidden_size) = _multiplied(matrix), hidden_PXRF.shape
     if isinstance(matrix, QuantizedMatrix):
-        devices = parts_of(matrix.kind, _PARTS, hidden_size, matrix.scales[...].shape[1])
+        devices = parts_of(matrix.kind, _PARTS[1], hidden_size, matrix.scales[...].shape[1])
     else:
-        devices = shards_of(_PARTS, hidden_size)
-    over = _PARTS if devices > 1 else None
+        devices = shards_of(_PARTS[1], hidden_size)
+    over = _PARTS[1] if devices > 1 else None
     # Where the mesh divides no groups of inputs, each device has all of them.
     whole = () if devices > 1 else ("feed_forward", "feed_forward" + GROUPS)
     gathers, parts = _gathers(_weights(matrix, bias), whole), len(_parts_of(matrix))
 
     def local(hidden, order, place, sizes, weights_BTk, *weights) -> tuple[jax.Array]:
         place_Nk = place.reshape(-1, weights_BTk.shape[-1])
-        token_R = order[0] // place_Nk.shape[1]
+        token_R = order[0, 0] // place_Nk.shape[1]
 
         @jax.checkpoint
         def product(hidden_RF: jax.Array, weights_BTk: jax.Array, *stored: jax.Array) -> jax.Array:
             matrices = [gather(each) for gather, each in zip(gathers, stored, strict=True)]
-            weight_R1 = _spread(weights_BTk.reshape(-1, 1), order[0], place.reshape(-1, 1))
+            weight_R1 = _spread(weights_BTk.reshape(-1, 1), order[0, 0], place.reshape(-1, 1))
             scaled_RF = (hidden_RF.astype(jnp.float32) * weight_R1).astype(hidden_RF.dtype)
-            y_RD = multiply(scaled_RF, sizes[0], *matrices[:parts])
+            y_RD = multiply(scaled_RF, sizes[0, 0], *matrices[:parts])
             for bias_ED in matrices[parts:]:  # each device adds as much of it
-                y_RD += _of_rows(bias_ED.astype(y_RD.dtype), sizes[0], len(y_RD)) * (weight_R1 / devices).astype(
+                y_RD += _of_rows(bias_ED.astype(y_RD.dtype), sizes[0, 0], len(y_RD)) * (weight_R1 / devices).astype(
                     y_RD.dtype
                 )
             return y_RD
 
-        y_ND = _collect(product(hidden[0], weights_BTk, *weights), token_R, place_Nk)
-        return (y_ND.reshape(1, *weights_BTk.shape[:2], -1),)
+        y_ND = _collect(product(hidden[0, 0], weights_BTk, *weights), token_R, place_Nk)
+        return (y_ND.reshape(1, 1, *weights_BTk.shape[:2], -1),)
 
     output = f"act_{_output_axis(matrix)}"
-    hidden = hidden_PRF, (*_ROWS, over)
+    hidden = hidden_PXRF, (*_ROWS, over)
     operands = hidden, *_on_devices(rows), (weights_BTk, _CHOICES), *_weights(matrix, bias)
-    (of_parts,) = on_each_device(local, *operands, results=[(over, *_ROWS, output)])
-    return jax.lax.reduce(of_parts, jnp.zeros((), of_parts.dtype), jax.lax.add, (0,))
+    (of_parts,) = on_each_device(local, *operands, results=[(_PARTS[0], over, *_TOKENS, output)])
+    return jax.lax.reduce(of_parts, jnp.zeros((), of_parts.dtype), jax.lax.add, (0, 1))
 
 
 def _on_devices(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:

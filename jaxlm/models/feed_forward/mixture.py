@@ -18,6 +18,7 @@ from jaxlm.models.doors import (
     to_experts,
 )
 from jaxlm.models.feed_forward.dense import DenseFeedForward
+from jaxlm.models.logical_axes import EXPERT_HIDDEN, EXPERT_TOKENS, GATHERED
 from jaxlm.models.parameters import Module, normal, param, state, zeros
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.parallel.collectives import summed_over_parts
@@ -56,16 +57,19 @@ class MixtureFeedForward(Module):
         """Return the layer's output for x, [B, T, D] both, and the terms and statistics of `balance`."""
         routes = route(x_BTD, self.router, self.choice, self.router_bias, self.selection_bias)
         chosen = sort_by_expert(routes.index_BTk, rows.is_token_BT, self.settings.num_experts)
-        gathered_BTD = gather(x_BTD)
-        inputs = gathered_BTD if self.to_latent is None else linear(gathered_BTD, self.to_latent)[0]
+        if self.to_latent is None:
+            inputs = gather(x_BTD, after=EXPERT_TOKENS)
+        else:
+            (latent_BTL,) = linear(x_BTD, self.to_latent)
+            inputs = gather(latent_BTL, (*GATHERED[:2], "act_latent"), (*EXPERT_TOKENS[:2], "act_latent"))
         if self.gate is None:
-            (up_PRF,) = to_experts(inputs, chosen, self.up, biases=(self.up_bias,), names=("up",))
-            hidden_PRF = activation(self.settings.activation, up_PRF)
+            (up_PXRF,) = to_experts(inputs, chosen, self.up, biases=(self.up_bias,), names=("up",))
+            hidden_PXRF = activation(self.settings.activation, up_PXRF, axes=EXPERT_HIDDEN)
         else:
             biases, names = (self.up_bias, self.gate_bias), ("up", "gate")
-            up_PRF, gate_PRF = to_experts(inputs, chosen, self.up, self.gate, biases=biases, names=names)
-            hidden_PRF = self._gated(gate_PRF, up_PRF)
-        output_BTD = from_experts(hidden_PRF, chosen, routes.weights_BTk, self.down, self.down_bias)
+            up_PXRF, gate_PXRF = to_experts(inputs, chosen, self.up, self.gate, biases=biases, names=names)
+            hidden_PXRF = self._gated(gate_PXRF, up_PXRF)
+        output_BTD = from_experts(hidden_PXRF, chosen, routes.weights_BTk, self.down, self.down_bias)
         if self.from_latent is not None:
             (output_BTD,) = linear(output_BTD, self.from_latent)
         if self.shared is not None:
@@ -73,17 +77,17 @@ class MixtureFeedForward(Module):
             output_BTD += self._gated_shared(x_BTD, shared_BTD)
         return output_BTD, balance(self.settings, routes, rows.is_token_BT)
 
-    def _gated(self, gate_PRF: jax.Array, up_PRF: jax.Array) -> jax.Array:
+    def _gated(self, gate_PXRF: jax.Array, up_PXRF: jax.Array) -> jax.Array:
         """Return activation(gate) ⊙ up, limited, sloped and offset as the settings say."""
         settings = self.settings
         if settings.clamp is not None:
-            gate_PRF = jnp.minimum(gate_PRF, settings.clamp)
-            up_PRF = jnp.clip(up_PRF, -settings.clamp, settings.clamp)
+            gate_PXRF = jnp.minimum(gate_PXRF, settings.clamp)
+            up_PXRF = jnp.clip(up_PXRF, -settings.clamp, settings.clamp)
         if settings.up_offset:
-            up_PRF = up_PRF + settings.up_offset
+            up_PXRF = up_PXRF + settings.up_offset
         if settings.gate_slope is not None:
-            return gate_PRF * jax.nn.sigmoid(settings.gate_slope * gate_PRF) * up_PRF
-        return gated(settings.activation, gate_PRF, up_PRF)
+            return gate_PXRF * jax.nn.sigmoid(settings.gate_slope * gate_PXRF) * up_PXRF
+        return gated(settings.activation, gate_PXRF, up_PXRF, EXPERT_HIDDEN)
 
     def _gated_shared(self, x_BTD: jax.Array, shared_BTD: jax.Array) -> jax.Array:
         """Return the output of the shared experts times their gate, if they have one."""

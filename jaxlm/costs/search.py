@@ -29,13 +29,14 @@ def layouts(work: Workload, devices: int, slices: int = 1) -> Iterator[Layout]:
         if not can_cross(layout, slices):
             return False
         rows = layout.over(work.rules.over("batch"))
-        if layout.over([axis for name in ("layers", "sequence", "experts") for axis in work.rules.over(name)]) > 1:
+        if layout.over([axis for name in ("layers", "sequence") for axis in work.rules.over(name)]) > 1:
             return False
         if work.kind != "train":
             return all(divides_heads(layout, model) for model in work.models)
         return work.batch % rows == 0 and layout_choice.divides(layout, work.rules, sizes)
 
-    return layout_choice.layouts(devices, work.rules, fits)
+    axes = {axis for d in work.parameters.values() for axis in d.axes}
+    return layout_choice.layouts(devices, work.rules, fits, axes)
 
 
 def search(

@@ -74,14 +74,15 @@ def on_any_shard(condition: jax.Array) -> jax.Array:
 def on_each_device(
     function: Callable[..., Any],
     *operands: tuple[jax.Array | None, Sequence[str | None]],
-    results: Sequence[Sequence[str | None]] | None = None,
+    results: Sequence[Sequence[str | None] | PartitionSpec] | None = None,
 ) -> Any:
     """function(*arrays) on each device's own parts of them; what it gives lies as the first array does.
 
     Args:
       function: gives for parts of the arrays the same part of its result, or results; a Pallas kernel may be in it.
       operands: each array, or None, with its logical axes.
-      results: the logical axes of each result, of a tuple; each dimension lies as that of an operand with its axis.
+      results: the logical axes of each result, of a tuple; each dimension lies as that of an operand with its axis. Or
+        its PartitionSpec.
     """
     mesh = mesh_around()
     arrays = [x for x, _ in operands]
@@ -90,7 +91,11 @@ def on_each_device(
         return function(*arrays)
     specs = tuple(None if x is None else partition(axes, x.shape, mesh, rules_around()) for x, axes in operands)
     # check_vma=False: interpreted kernels know of no other way, and where gradients are summed is the same.
-    out_specs = specs[0] if results is None else tuple(_like(axes, operands, specs) for axes in results)
+    out_specs = (
+        specs[0]
+        if results is None
+        else tuple(each if isinstance(each, PartitionSpec) else _like(each, operands, specs) for each in results)
+    )
     mapped = jax.shard_map(function, in_specs=specs, out_specs=out_specs, axis_names=left, check_vma=False)
     return mapped(*arrays)
 
@@ -98,7 +103,7 @@ def on_each_device(
 class Gathers(NamedTuple):
     """The dimensions of an array that a function `on_each_device` gathers from its parts, each with the mesh axes."""
 
-    over: tuple[tuple[int, str | tuple[str, ...]], ...]
+    over: tuple[tuple[int, tuple[str, ...]], ...]
 
     @classmethod
     def of(cls, shape: Sequence[int], stored: Sequence[str | None], computing: Sequence[str | None]) -> Self:
@@ -110,16 +115,43 @@ class Gathers(NamedTuple):
         mesh, rules = mesh_around(), rules_around()
         if mesh.size <= 1:
             return cls(())
-        pairs = zip(partition(stored, shape, mesh, rules), partition(computing, shape, mesh, rules), strict=True)
-        over = tuple((i, lies, needed) for i, (lies, needed) in enumerate(pairs) if lies != needed)
-        assert all(needed is None for _, _, needed in over), f"{stored} lies otherwise than {computing}, not gathered"
-        return cls(tuple((i, lies) for i, lies, _ in over))
+        placed = (map(_names, partition(axes, shape, mesh, rules)) for axes in (stored, computing))
+        over = tuple((i, lies, needed) for i, (lies, needed) in enumerate(zip(*placed, strict=True)) if lies != needed)
+        assert all(lies[: len(needed)] == needed for _, lies, needed in over), (
+            f"{stored} is not gathered to {computing}"
+        )
+        return cls(tuple((i, lies[len(needed) :]) for i, lies, needed in over))
 
     def __call__(self, part: jax.Array) -> jax.Array:
         """Return the array gathered, of a device's own part of it."""
         for dimension, axes in self.over:
             part = jax.lax.all_gather(part, axes, axis=dimension, tiled=True)
         return part
+
+    def scattered_sum(self, whole: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Return a device's own part of the sum of gathered arrays over mesh axes."""
+        for dimension, over in self.over:
+            whole = jax.lax.psum_scatter(whole, over, scatter_dimension=dimension, tiled=True)
+        scattered = {axis for _, over in self.over for axis in over}
+        left = tuple(axis for axis in axes if axis not in scattered)
+        return jax.lax.psum(whole, left) if left else whole
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def placement(axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """Return `partition` of an array on the mesh around; of one device where there is none."""
+    mesh = mesh_around()
+    return PartitionSpec() if mesh.empty else partition(axes, shape, mesh, rules_around())
+
+
+def axes_over(axis: str, size: int) -> tuple[str, ...]:
+    """Return the mesh axes with several devices that shard a logical axis of this size."""
+    mesh = mesh_around()
+    return () if mesh.empty else _names(partition((axis,), (size,), mesh, rules_around())[0])
 
 
 def _like(

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
@@ -93,11 +93,17 @@ def _changes(one: Layout, other: Layout) -> str:
     return " ".join(f"mesh.{axis}={size}" for axis, size in other.items() if size != one[axis])
 
 
-def layouts(devices: int, rules: Rules, fits: Callable[[Layout], bool] = lambda _: True) -> Iterator[Layout]:
+def layouts(
+    devices: int,
+    rules: Rules,
+    fits: Callable[[Layout], bool] = lambda _: True,
+    parameters: Collection[str] | None = None,
+) -> Iterator[Layout]:
     """Yield the layouts of a number of devices that `fits`, the innermost axis growing last. Of mesh axes that shard
     the same logical axes, which are one axis by two names, the first has all devices; those that shard nothing have
-    one."""
-    duties = {axis: duty for axis in Layout() if (duty := rules.duties(axis))}
+    one. `parameters`: the logical axes of the model's parameters, where they are known."""
+    absent = frozenset() if parameters is None else rules.without(parameters)
+    duties = {axis: duty for axis in Layout() if (duty := rules.duties(axis) - absent)}
     named = {duty: axis for axis, duty in reversed(duties.items())}
     for layout in factorings(devices, [axis for axis, duty in duties.items() if named[duty] == axis]):
         if fits(layout):

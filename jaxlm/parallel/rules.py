@@ -5,7 +5,7 @@ lands.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -15,8 +15,8 @@ from typing import Literal
 Kind = Literal["train", "prefill", "decode"]
 # After the name of an axis: groups of its entries, which have one scale each.
 GROUPS = "/groups"
-# Logical axes of the sequences of a batch.
-_TOKENS = frozenset({"batch", "expert_batch"})
+# The sequences of several shards of a batch together.
+_SHARED_BATCH = "expert_batch"
 # The mesh axes that shard each dimension of an array.
 Placement = tuple[tuple[str, ...], ...]
 
@@ -106,14 +106,19 @@ class Rules:
         return _without(together(self.placed(axes, shape, layout)), computing)
 
     def duties(self, mesh_axis: str) -> frozenset[str]:
-        """Return the logical axes that a mesh axis shards."""
-        return frozenset(axis for axis, over in self.mesh_axes.items() if mesh_axis in over)
+        """Return the logical axes that a mesh axis shards; of those of the batch, the whole batch's alone."""
+        return frozenset(axis for axis, over in self.mesh_axes.items() if mesh_axis in over and axis != _SHARED_BATCH)
+
+    def without(self, axes: Collection[str]) -> frozenset[str]:
+        """Return the logical axes of parameters, and of their activations, that are not among these."""
+        absent = {axis for axis in self._parameters if axis not in axes}
+        return frozenset(absent | {f"act_{axis}" for axis in absent})
 
     @cached_property
     def replicas(self) -> tuple[str, ...]:
         """The mesh axes that shard the batch alone: each of their devices has a copy of the model, and gradients are
         summed over them once per step."""
-        return tuple(axis for axis in self.over("batch") if self.duties(axis) <= _TOKENS)
+        return tuple(axis for axis in self.over("batch") if self.duties(axis) == {"batch"})
 
     @cached_property
     def summed_each_microbatch(self) -> tuple[str, ...]:
@@ -125,7 +130,7 @@ class Rules:
     @cached_property
     def batch_alone(self) -> tuple[str, ...]:
         """The mesh axes that shard nothing but the batch while a layer computes."""
-        return tuple(axis for axis in self.over("batch") if self.duties(axis) - self._parameters <= _TOKENS)
+        return tuple(axis for axis in self.over("batch") if self.duties(axis) - self._parameters == {"batch"})
 
     @cached_property
     def of_parameters(self) -> frozenset[str]:

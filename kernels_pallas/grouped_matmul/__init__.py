@@ -76,16 +76,23 @@ def costs(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bo
 
 
 def computed_rows(
-    tokens: int, choices: int, groups: int, dtype: np.dtype, implementation: Literal["xla", "triton", "mosaic_tpu"]
+    tokens: int,
+    choices: int,
+    groups: int,
+    dtype: np.dtype,
+    implementation: Literal["xla", "triton", "mosaic_tpu"],
+    multiplied: int | None = None,
 ) -> visits.TileRows:
     """Return the rows that a product computes for tokens each of which chooses so many of the groups, with tiles that
-    are not tuned."""
+    are not tuned. `multiplied`: the groups whose rows are multiplied; all where None."""
+    multiplied = groups if multiplied is None else multiplied
     rows = tokens * choices
     if implementation == "xla":
-        tile = xla.tile_rows(rows, groups)
+        tile = xla.tile_rows(rows, multiplied)
     else:
-        tile = {"triton": triton, "mosaic_tpu": mosaic_tpu}[implementation].tile_rows(rows, groups, dtype)
-    return visits.computed_rows(tokens, choices, groups, tile, is_aligned=implementation == "mosaic_tpu")
+        tile = {"triton": triton, "mosaic_tpu": mosaic_tpu}[implementation].tile_rows(rows, multiplied, dtype)
+    is_aligned = implementation == "mosaic_tpu"
+    return visits.computed_rows(tokens, choices, groups, tile, is_aligned, multiplied)
 
 
 class _GroupedSettings(NamedTuple):

@@ -52,20 +52,24 @@ class TileRows(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def computed_rows(tokens: int, choices: int, groups: int, tile: int, is_aligned: bool) -> TileRows:
+def computed_rows(
+    tokens: int, choices: int, groups: int, tile: int, is_aligned: bool, multiplied: int | None = None
+) -> TileRows:
     """Return the rows that are computed for tokens of which each chooses so many of the groups.
 
     is_aligned: tiles lie at multiples of `tile`, and one with rows of several groups is computed for each of them;
     otherwise they begin with their group.
+    multiplied: the groups whose rows are computed; all where None.
     """
-    rows = tokens * choices
-    most = tile * (most_visits if is_aligned else most_tiles)(rows, groups, tile) if rows else 0
+    multiplied = groups if multiplied is None else multiplied
+    rows, most_rows = tokens * choices * multiplied / groups, tokens * min(choices, multiplied)
+    most = tile * (most_visits if is_aligned else most_tiles)(most_rows, multiplied, tile) if most_rows else 0
     beyond = _chances_of_more(tokens, choices / groups)
     if is_aligned:  # each group but the first begins anywhere in a tile
-        touched = groups * beyond[0]
+        touched = multiplied * beyond[0]
         expected = tile * math.ceil(rows / tile) + (tile - 1) * max(touched - 1, 0)
     else:
-        expected = tile * groups * float(beyond[::tile].sum())
+        expected = tile * multiplied * float(beyond[::tile].sum())
     return TileRows(tile, min(float(expected), float(most)), most)
 
 

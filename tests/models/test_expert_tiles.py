@@ -91,20 +91,21 @@ def test_no_sizes_need_more_tiles_than_the_most(rows, groups, tile):
 
 @pytest.mark.parametrize("is_aligned", [False, True])
 @pytest.mark.parametrize(
-    "tokens, choices, groups, tile", [(200, 3, 8, 16), (7, 2, 12, 4), (64, 8, 128, 2), (50, 4, 4, 8)]
+    "tokens, choices, groups, multiplied, tile",
+    [(200, 3, 8, 8, 16), (7, 2, 12, 12, 4), (64, 8, 128, 128, 2), (50, 4, 4, 4, 8), (200, 4, 16, 3, 16)],
 )
-def test_expected_and_most_rows_are_those_of_drawn_loads(tokens, choices, groups, tile, is_aligned):
+def test_expected_and_most_rows_are_those_of_drawn_loads(tokens, choices, groups, multiplied, tile, is_aligned):
     """The mean of 400 loads is off by at most four of its standard errors; where tiles lie at their multiples, also by
     2 %, since groups do not begin anywhere in a tile with equal probability."""
     draw, alignment = np.random.default_rng(0), tile if is_aligned else 1
     computed = []
     for _ in range(400):
         chosen = draw.random((tokens, groups)).argsort(axis=1)[:, :choices]
-        sizes = np.bincount(chosen.ravel(), minlength=groups)
+        sizes = np.bincount(chosen.ravel(), minlength=groups)[:multiplied]
         first = (end := sizes.cumsum()) - sizes
         tiles = np.where(sizes > 0, -(-(end - first // alignment * alignment) // tile), 0)
         computed.append(tile * tiles.sum())
-    rows = visits.computed_rows(tokens, choices, groups, tile, is_aligned)
+    rows = visits.computed_rows(tokens, choices, groups, tile, is_aligned, multiplied)
     error = 4 * np.std(computed) / 20 + (0.02 * tokens * choices if is_aligned else 1e-9)
     assert abs(np.mean(computed) - rows.expected) <= error
     assert max(computed) <= rows.most

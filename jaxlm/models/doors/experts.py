@@ -35,7 +35,7 @@ from jaxlm.models.logical_axes import EXPERT_HIDDEN, EXPERT_TOKENS, GATHERED, RE
 from jaxlm.models.parameters import axes_of
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.quantized_matrix import QuantizedMatrix
-from jaxlm.parallel.collectives import Gathers, on_each_device
+from jaxlm.parallel.collectives import Gathers, axes_over, on_each_device, placement
 from jaxlm.parallel.partition import constrain, shards_of
 from jaxlm.parallel.rules import GROUPS
 from kernels_pallas import grouped_matmul, quantized_grouped_matmul
@@ -47,6 +47,7 @@ from kernels_pallas.paged_attention.costs import SectionReads
 
 _TOKENS: Axes = EXPERT_TOKENS[:2]
 _CHOICES: Axes = (*_TOKENS, None)
+_OWN: Axes = (*GATHERED[:2], None)  # of a device's own tokens
 _ROWS: Axes = EXPERT_HIDDEN[:3]
 _SIZES: Axes = (None, None, "act_experts")
 # The logical axes of which devices have a part each: of the experts, and of an expert's hidden channels.
@@ -91,7 +92,7 @@ _SORT = Loop(0, 8, 0), Loop(0, 0, 0)  # a radix sort of ids with their places, i
 
 
 def _declare_sort(local: Local) -> DoorCost:
-    exchanges = _gathered(local, 0, (*GATHERED[:2], None)), _gathered(local, 1, GATHERED[:2])
+    exchanges = _gathered(local, 0, _OWN), _gathered(local, 1, _OWN[:2])
     passes = (loop(_SORT, local.operands[0], "sort"),)
     return DoorCost(passes=passes, saved=Saved(results=(0, 1, 2)), exchanges=exchanges)
 
@@ -215,7 +216,8 @@ def _declare_to(local: Local) -> DoorCost:
     passes = [loop(_SPREAD, x, "rows", rows * width)]
     passes += [loop(BIAS, y, "bias", kind="bias")] * local.options["is_biased"]
     parts = _local_parts(local, 5)
-    cost = _product_cost(local, x.numbers // width, x, parts, Product(1, _own(local, rows), width, y.shape[-1]))
+    tokens = x.numbers // width
+    cost = _product_cost(local, tokens, rows // tokens, x, parts, Product(1, _own(local, rows), width, y.shape[-1]))
     saved = Saved((0,) if matrix.is_trained else ())
     workspace = Workspace(beside=rows * width * x.itemsize)
     return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace)
@@ -232,16 +234,22 @@ def _local_parts(local: Local, further: int) -> tuple[LocalArray, ...]:
     return local.operands[1], *(() if local.options["kind"] is None else (local.operands[further],))
 
 
-def _product_cost(local: Local, tokens: int, x: LocalArray, parts: Sequence[LocalArray], product: Product) -> DoorCost:
-    """Return the cost of a product of the rows of so many tokens, padding included. The matrices of experts that no
-    token chooses are not read: how many these are is an expectation, with every choice as likely."""
+def _product_cost(
+    local: Local, tokens: int, choices: int, x: LocalArray, parts: Sequence[LocalArray], product: Product
+) -> DoorCost:
+    """Return the cost of a product of the rows of so many tokens, padding included, each of which makes so many
+    choices. The matrices of experts that no token chooses are not read: how many these are is an expectation, with
+    every choice as likely."""
     (matrix, *_), kind = parts, local.options["kind"]
     experts, (_, m, k, n) = matrix.shape[0], product
     padding = sum(each.padding / each.steps for each in local.sections if isinstance(each, SectionReads))
-    unread = (1 - m / tokens / experts) ** (tokens - padding)
+    of_all = local.options["num_experts"]
+    unread = (1 - choices / of_all) ** (tokens - padding)
     stored = sum(each.bytes for each in parts)
     name, choosing = _kernel(local, parts), round(tokens - padding)
-    tiles = computed_rows(choosing, m // tokens, experts, x.abstract.dtype, name or "xla") if choosing else None
+    tiles = None
+    if choosing:
+        tiles = computed_rows(choosing, choices, of_all, x.abstract.dtype, name or "xla", multiplied=experts)
     of_product = DoorProduct(product, 0, weight=1, groups=experts, tiles=tiles)
     if name is not None:
         rows, sizes = x._replace(shape=(m, k)), LocalArray((experts,), "int32", (False,))
@@ -344,12 +352,13 @@ def _declare_from(local: Local) -> DoorCost:
     rows, channels = order.numbers, parts[0].shape[2 if is_quantized else 1]
     passes = [loop(_SCALED, hidden, "weights"), loop(_SPREAD, y, "sum", rows * channels)]
     passes += [loop(BIAS, y, "bias", rows * channels, kind="bias")] * local.options["is_biased"]
-    tokens = rows // local.operands[5].shape[-1]
-    cost = _product_cost(local, tokens, hidden, parts, Product(1, _own(local, rows), hidden.shape[-1], channels))
+    choices = local.operands[5].shape[-1]
+    product = Product(1, _own(local, rows), hidden.shape[-1], channels)
+    cost = _product_cost(local, rows // choices, choices, hidden, parts, product)
     workspace = Workspace(beside=rows * channels * hidden.itemsize)
     saved = Saved((0, 5) if hidden.is_trained else ())
     contracted = 1, (0, 1 if is_quantized else 2)
-    weights = _gathered(local, 5, (*GATHERED[:2], None))
+    weights = _gathered(local, 5, _OWN)
     exchanges = weights, weights._replace(kind="reduce-scatter", forward=0, backward=1)
     return cost._replace(
         passes=tuple(passes),
@@ -379,6 +388,11 @@ def _from_experts(
     # Where the mesh divides no groups of inputs, each device has all of them.
     whole = () if devices > 1 else ("feed_forward", "feed_forward" + GROUPS)
     gathers, parts = _gathers(_weights(matrix, bias), whole), len(_parts_of(matrix))
+    sizes = *weights_BTk.shape[:2], _outputs(matrix)
+    by_expert = axes_over(_PARTS[0], _experts(matrix))
+    # A batch that the mesh does not divide lies whole on each device.
+    lies = _OWN if shards_of(_OWN[0], sizes[0]) > 1 else _CHOICES
+    own = Gathers.of(sizes, lies, _CHOICES)
 
     def local(hidden, order, place, sizes, weights_BTk, *weights) -> tuple[jax.Array]:
         place_Nk = place.reshape(-1, weights_BTk.shape[-1])
@@ -397,13 +411,13 @@ def _from_experts(
             return y_RD
 
         y_ND = _collect(product(hidden[0, 0], weights_BTk, *weights), token_R, place_Nk)
-        return (y_ND.reshape(1, 1, *weights_BTk.shape[:2], -1),)
+        y_BTD = y_ND.reshape(*weights_BTk.shape[:2], -1)
+        return (own.scattered_sum(y_BTD, by_expert)[None],)
 
-    output = f"act_{_output_axis(matrix)}"
     hidden = hidden_PXRF, (*_ROWS, over)
     operands = hidden, *_on_devices(rows), (weights_BTk, _CHOICES), *_weights(matrix, bias)
-    (of_parts,) = on_each_device(local, *operands, results=[(_PARTS[0], over, *_TOKENS, output)])
-    return jax.lax.reduce(of_parts, jnp.zeros((), of_parts.dtype), jax.lax.add, (0, 1))
+    (of_parts,) = on_each_device(local, *operands, results=[placement((over, *lies), (devices, *sizes))])
+    return jax.lax.reduce(of_parts, jnp.zeros((), of_parts.dtype), jax.lax.add, (0,))
 
 
 def _on_devices(rows: ExpertRows) -> list[tuple[jax.Array, Axes]]:

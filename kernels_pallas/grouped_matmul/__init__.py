@@ -5,7 +5,7 @@ the matrices of groups that have rows; `visits.py` has the walk.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -80,7 +80,7 @@ def computed_rows(
     choices: int,
     groups: int,
     dtype: np.dtype,
-    implementation: Literal["xla", "triton", "mosaic_tpu"],
+    implementation: str,
     multiplied: int | None = None,
 ) -> visits.TileRows:
     """Return the rows that a product computes for tokens each of which chooses so many of the groups, with tiles that

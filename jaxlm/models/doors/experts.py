@@ -51,7 +51,7 @@ _OWN: Axes = (*GATHERED[:2], None)  # of a device's own tokens
 _ROWS: Axes = EXPERT_HIDDEN[:3]
 _SIZES: Axes = (None, None, "act_experts")
 # The logical axes of which devices have a part each: of the experts, and of an expert's hidden channels.
-_PARTS: Axes = ("act_experts", "act_feed_forward")
+_PARTS = ("act_experts", "act_feed_forward")
 
 Experts = nnx.Param | QuantizedMatrix  # [E, outputs, inputs], or values and scales, whose inputs stand first
 
@@ -452,8 +452,8 @@ def _multiplied(matrix: Experts) -> Callable[..., jax.Array]:
     product = partial(quantized_grouped_matmul, kind=matrix.kind, by_outputs=by_outputs, implementation=implementation)
 
     def multiply_quantized(rows_RD: jax.Array, sizes_E: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
-        parts = (each.swapaxes(1, 2) if by_outputs else each for each in (values, scales))
-        return product(rows_RD, *parts, sizes_E)
+        values, scales = (each.swapaxes(1, 2) if by_outputs else each for each in (values, scales))
+        return product(rows_RD, values, scales, sizes_E)
 
     return multiply_quantized
 

@@ -38,7 +38,7 @@ class HostShards:
                 first, last = low if low > start else start, high if high < stop else stop
                 to.append(slice(first - low, last - low))
                 of.append(slice(first - start, last - start))
-            _copy(buffer[*to], piece[*of])
+            _copy(buffer[*to, ...], piece[*of, ...])  # views, also of arrays without dimensions
 
     def on_devices(self) -> jax.Array:
         """Return the array, once all of it has been filled and is on its devices. The shards are not filled again."""

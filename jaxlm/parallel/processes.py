@@ -174,6 +174,11 @@ def process_count() -> int:
     return _state().num_processes or 1
 
 
+def process_index() -> int:
+    """Return the number of this process in the job."""
+    return _state().process_id or 0
+
+
 def is_first() -> bool:
     """Return whether this is process 0, which writes files and reports for the job."""
     return not _state().process_id
@@ -254,6 +259,16 @@ def broadcast_from_first(value: int) -> int:
         _state().client.key_value_set(key, str(int(value)))
         return value
     return int(_state().client.blocking_key_value_get(key, _BARRIER_TIMEOUT_S * 1000))
+
+
+def gather(value: str) -> list[str]:
+    """Return the values of all processes, in their order. All call it, in the same order of such calls."""
+    if process_count() == 1:
+        return [value]
+    key, client = f"jaxlm gathered {next(_broadcasts)}", _state().client
+    client.key_value_set(f"{key}/{process_index()}", value)
+    wait_ms = _BARRIER_TIMEOUT_S * 1000
+    return [client.blocking_key_value_get(f"{key}/{i}", wait_ms) for i in range(process_count())]
 
 
 def tell_others(message: str) -> None:

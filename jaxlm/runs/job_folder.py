@@ -73,7 +73,7 @@ class JobFolder(Run):
         try:
             # What a start leaves that was cut short.
             paths = self.paths
-            ours = {paths.lock, paths.tokenizer, paths.data, paths.origin, paths.huggingface}
+            ours = {paths.lock, paths.tokenizer, paths.data, paths.origin, paths.huggingface, paths.elastic}
             ours.update(leftovers(paths.directory))
             there = self.paths.directory.exists()
             usable = set(self.paths.directory.iterdir()) <= ours if there else not unwritable(self.paths.directory)

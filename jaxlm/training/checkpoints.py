@@ -94,7 +94,7 @@ class Checkpoints:
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
         """Begin to write a state; return when its buffers may be reused. Raises Unsaved, also for the save before."""
         self.check_room(bytes_of(state))
-        self.save_items(int(state.step), _items(state), held_out_loss)
+        self.save_items(int(state.step), items_of(state), held_out_loss)
 
     def save_items(self, step: int, parts: dict[str, Any], held_out_loss: float | None) -> None:
         """Begin to write the items of a step, as `save` does."""
@@ -190,15 +190,19 @@ def _arrays_in(folder: Path) -> int:
 
 def bytes_of(state: TrainState) -> int:
     """Return the bytes of a checkpoint of a state, which may be abstract."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_items(state)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(items_of(state)))
 
 
 def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
     """Return the training state of a step, laid out as `like`: `jax.ShapeDtypeStruct`s with shardings on any mesh. It
     has neither base nor working copy."""
-    restored = _restore(directory, step, as_stored=False, **_items(like))
-    rest = restored.pop("rest")
-    return TrainState(**rest, **{"average": None, "base": {}, "working": None, **restored})
+    return state_of(_restore(directory, step, as_stored=False, **items_of(like)))
+
+
+def state_of(items: dict[str, Any]) -> TrainState:
+    """Return the state of the items of a checkpoint, with neither base nor working copy."""
+    parts = dict(items)
+    return TrainState(**parts.pop("rest"), **{"average": None, "base": {}, "working": None, **parts})
 
 
 def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False, as_stored: bool = False) -> Tree:
@@ -217,7 +221,7 @@ def save_parameters(directory: Path, parameters: Tree) -> None:
         saved.save_items(0, item, None)
 
 
-def _items(state: TrainState) -> dict[str, Any]:
+def items_of(state: TrainState) -> dict[str, Any]:
     """Return the trees that are written separately, so that each can be read alone, and the `rest`: neither base nor
     working copy."""
     parts = state._asdict()

@@ -263,6 +263,12 @@ class CheckpointConfig(Section):
     keep: Count = 2
     """The newest checkpoints that stay; so does the one with the lowest held-out loss, among those at whose step
     `evaluation.every` let it be measured."""
+    memory_every: Count | None = None
+    """Steps between copies of the state in the memory of its hosts, which are made if this is set. They outlive the
+    processes: a run whose processes were lost resumes from the newest, if no checkpoint is newer. Each part of the
+    state is on two hosts, and a host keeps the parts of the last two copies."""
+    memory_folder: Annotated[str, Field(min_length=1)] = "/dev/shm"
+    """The folder of these copies, of a file system in memory on each host."""
 
 
 class RunConfig(Section):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +20,15 @@ from jaxlm.data.packing import PreferenceRows, rows_of
 from jaxlm.models.tree import Tree, joined, placed
 from jaxlm.parallel.batches import process_rows, put_batch
 from jaxlm.parallel.processes import StopConsensus, barrier, failing_as_one, first_process_first, is_first
-from jaxlm.training import checkpoints, manifests, references
-from jaxlm.training.checkpoints import Checkpoints, bytes_of
+from jaxlm.training import checkpoints, manifests, memory_copies, references
+from jaxlm.training.checkpoints import Checkpoints, bytes_of, items_of
 from jaxlm.training.config import RunConfig
 from jaxlm.training.display import Display
 from jaxlm.training.environment import memory_use
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Attempts, Clock, ThroughputMeter
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
+from jaxlm.training.memory_copies import MemoryCopies
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
@@ -117,7 +119,9 @@ class Trainer:
         Raises Diverged and Unsaved; what was saved until then stays. Raises Stopped for a signal before the first step.
         """
         with self._clock.phase("restoring"):
-            step = manifests.resume_from(self._paths.checkpoints, self._display.say)
+            on_disk = manifests.resume_from(self._paths.checkpoints, self._display.say)
+            in_memory = self._find_copies(on_disk)
+        step = on_disk if in_memory is None else in_memory
         self._profiler.resume(step or 0)
         self._attempts = Attempts(self._paths.goodput, self._clock, step or 0)
         described = self._settings.model_dump(mode="json")
@@ -129,14 +133,32 @@ class Trainer:
             failing_as_one(),  # here too: closing checkpoints waits for the others
         ):
             try:
-                return self._continue(step or 0, self._initial_state(step))
+                result = self._continue(step or 0, self._initial_state(on_disk, in_memory))
+                if self._copies is not None:
+                    self._copies.clear()
+                return result
             finally:
                 self._profiler.close()
                 with self._clock.phase("checkpoint"):
                     self._saved.wait()
                 self._attempts.write(now=True)
 
-    def _initial_state(self, newest: int | None) -> TrainState:
+    def _like(self) -> TrainState:
+        """Return the shapes of the state that a checkpoint has, laid out on the mesh."""
+        return placed(self._shapes, self._step.shardings(self._mesh)._replace(base={}, working=None))
+
+    def _find_copies(self, on_disk: int | None) -> int | None:
+        """Return the step of the copy in memory that is newer than all checkpoints; None without one."""
+        self._copies: MemoryCopies | None = None
+        if self._checkpoint.memory_every is None:
+            memory_copies.forget(self._paths)
+            return None
+        folder = Path(self._checkpoint.memory_folder)
+        self._copies = MemoryCopies(folder, self._paths, items_of(self._like()), self._mesh)
+        return self._copies.find(on_disk or 0)
+
+    def _initial_state(self, on_disk: int | None, in_memory: int | None) -> TrainState:
+        newest = on_disk if in_memory is None else in_memory
         if newest is None:
             with self._clock.phase("restoring"):
                 weights = self._weights()
@@ -144,11 +166,13 @@ class Trainer:
                 initial = self._programs.init() if weights is None else self._programs.begin(weights)
             self._find_references(initial)
             return initial
-        self._display.say(f"resuming from step {newest}")
+        self._display.say(f"resuming from step {newest}{', which is in memory' if newest == in_memory else ''}")
         self._find_references(None)
-        like = placed(self._shapes, self._step.shardings(self._mesh)._replace(base={}, working=None))
         with self._clock.phase("restoring"):
-            restored = checkpoints.restore_state(self._paths.checkpoints, newest, like)
+            if self._copies is not None and in_memory is not None:
+                restored = checkpoints.state_of(self._copies.restore())
+            else:
+                restored = checkpoints.restore_state(self._paths.checkpoints, newest, self._like())
             if self._settings.lora is not None:
                 restored = restored._replace(base=self._weights())
             return self._programs.resume(restored)
@@ -209,8 +233,11 @@ class Trainer:
                 self._previous = step, metrics
 
                 evaluating, saving = self._evaluates_at(step), step == last or step % self._checkpoint.every == 0
-                if evaluating or saving:
+                copying = self._checkpoint.memory_every is not None and step % self._checkpoint.memory_every == 0
+                if evaluating or saving or copying:
                     self._look_at_previous()
+                if copying:
+                    self._copy(state)
                 compared = self._evaluate(step, programs, state) if evaluating else None
                 if saving:
                     self._save(state, compared)
@@ -332,6 +359,13 @@ class Trainer:
         self._recorder.flush()  # a start that resumes here writes only what comes after
         with self._clock.phase("checkpoint"):
             self._saved.save(state, held_out_loss)
+
+    def _copy(self, state: TrainState) -> None:
+        """Keep a copy in memory, whole before the next step: then a loss undoes no more steps than lie between two."""
+        assert self._copies is not None
+        self._recorder.flush()
+        with self._clock.phase("memory_copy"):
+            self._copies.save(int(state.step), items_of(state))
 
 
 def to_host(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:

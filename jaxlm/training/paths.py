@@ -28,9 +28,13 @@ def small_files(names: Collection[str]) -> dict[str, bool]:
 
 
 def written_apart(name: str) -> bool:
-    """Return whether a file in RUN is not uploaded with the others: the lock, and checkpoints, which are whole or not
-    there."""
-    return name == copies.LOCK or (name.startswith("checkpoints/") and not name.startswith("checkpoints/corrupt/"))
+    """Return whether a file in RUN is not uploaded with the others: the lock, what a restart needs, and checkpoints,
+    which are whole or not there."""
+    return (
+        name == copies.LOCK
+        or name.startswith("elastic/")
+        or (name.startswith("checkpoints/") and not name.startswith("checkpoints/corrupt/"))
+    )
 
 
 class RunPaths:
@@ -65,6 +69,9 @@ class RunPaths:
         self.wandb_id = directory / "wandb_id"
         self.profile = directory / "profile"
         self.checkpoints = directory / "checkpoints"
+        # Of restarts: the name of copies in memory, what passes between hosts, and who goes on when a process is lost.
+        self.elastic = directory / "elastic"
+        self.memory_name = self.elastic / "memory_name"
         # Results at the end.
         self.ladder = directory / "ladder.json"
         self.loss_curve = directory / "loss.png"

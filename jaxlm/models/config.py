@@ -25,6 +25,7 @@ from jaxlm.models.latent_config import LatentAttentionConfig
 from jaxlm.models.layer_config import AttentionConfig as AttentionConfig
 from jaxlm.models.layer_config import LayerConfig
 from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
+from jaxlm.models.recurrent_config import GatedDeltaConfig
 
 NormPlacement = Literal["before", "after", "both"]
 QKNorm = Literal["none", "head", "head_after_rope", "projection"]
@@ -102,6 +103,9 @@ class GroupedQueryAttentionConfig(AttentionConfig):
     """Keeps scores between −cap and cap (Gemma 2, arXiv:2408.00118, section 2)."""
     sinks: bool = False
     """Add a learned score of each head, without a value, to its softmax (GPT-OSS, arXiv:2508.10925, section 2.2)."""
+    output_gate: Literal["none", "sigmoid"] = "none"
+    """Multiply what attention returns by σ(x·W), a number for each channel of each head (Qwen3-Next,
+    arXiv:2505.06708, section 2.2)."""
     window: Annotated[Count | None, InWords(default="all")] = None
     """The last tokens that a token sees, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1)."""
 
@@ -336,7 +340,7 @@ class MixtureFeedForwardConfig(LayerConfig):
 POSITIONS = Kinds(RopeConfig, LearnedPositionsConfig, NoPositionsConfig)
 # The sections of tables of `[model]`, to which `jaxlm.models` registers further kinds.
 NORMS = Kinds(RMSNormConfig, LayerNormConfig)
-ATTENTIONS = Kinds(GroupedQueryAttentionConfig, LatentAttentionConfig)
+ATTENTIONS = Kinds(GroupedQueryAttentionConfig, LatentAttentionConfig, GatedDeltaConfig)
 FEED_FORWARDS = Kinds(DenseFeedForwardConfig, MixtureFeedForwardConfig)
 
 

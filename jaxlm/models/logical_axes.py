@@ -4,7 +4,7 @@ Axes = tuple[str | None, ...]
 
 # The residual between blocks; the rows that a block computes with; heads of their queries, keys and values; keys and
 # values as attention reads them, whose sequence has an axis of its own; hidden numbers; latents of the residual's
-# tokens, and a key that all heads share.
+# tokens, a key that all heads share, and the state of a recurrence, a matrix for each head, without its sequences.
 RESIDUAL: Axes = ("batch", "residual", "act_embed")
 GATHERED: Axes = ("batch", "sequence", "act_embed")
 HEADS: Axes = ("batch", "sequence", "act_heads", "act_head_dim")
@@ -16,5 +16,6 @@ EXPERT_HIDDEN: Axes = ("expert_batch", "act_experts", "sequence", "act_feed_forw
 HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")
 LATENT: Axes = ("batch", "residual", "act_latent")
 SHARED_KEY: Axes = ("batch", "sequence", None, "act_head_dim")
+HEAD_STATE: Axes = ("act_heads", "act_head_dim", None)
 # The rows of an engine's step after which it draws tokens.
 DRAWS: Axes = ("draws", "residual", "act_embed")

@@ -78,3 +78,9 @@ def norm(
     if epsilon is not None and "epsilon" in type(model.norm).model_fields:
         model = model.model_copy(update={"norm": model.norm.model_copy(update={"epsilon": epsilon})})
     return _REGISTRY.of(model.norm)(model, rngs, shape or (model.d_model,), axes)
+
+
+def plain_rms_norm(model: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...], axes: str) -> RMSNorm:
+    """Return RMSNorm with a scale that starts at 1, whatever the model's norm is, and with the epsilon of that."""
+    settings = RMSNormConfig(epsilon=getattr(model.norm, "epsilon", 1e-6))
+    return RMSNorm(model.model_copy(update={"norm": settings}), rngs, shape, axes)

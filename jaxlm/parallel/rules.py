@@ -184,6 +184,7 @@ TRAIN = _rules(
         "routes": (),  # numbers of the router, one for each expert
         "shared_gate": (),
         "latent": (),  # the projection of the residual that experts read
+        "taps": (),  # of a short convolution
         "lora": (),  # between the two matrices of an adapter
         "channels": (),  # vectors as wide as the model: too small to be worth gathering
         # activations

@@ -1,4 +1,4 @@
-"""Attention layers, by the `kind` of `[model.attention]`.
+"""Layers in which tokens read one another, attention and recurrences, by the `kind` of `[model.attention]`.
 
 `register` takes a section, and a `Mixer` made of (model, rngs).
 """
@@ -6,20 +6,26 @@
 from flax import nnx
 
 from jaxlm.core.registry import Registry
+from jaxlm.models.attention.gated_delta import GatedDelta
 from jaxlm.models.attention.gqa import GroupedQueryAttention
 from jaxlm.models.attention.latent import LatentAttention
 from jaxlm.models.cache import Mixer
 from jaxlm.models.config import ATTENTIONS, AttentionConfig, GroupedQueryAttentionConfig, ModelConfig
 from jaxlm.models.latent_config import LatentAttentionConfig
+from jaxlm.models.recurrent_config import GatedDeltaConfig
 
 _REGISTRY = Registry(
     ATTENTIONS,
     AttentionConfig,
-    {GroupedQueryAttentionConfig: GroupedQueryAttention, LatentAttentionConfig: LatentAttention},
+    {
+        GroupedQueryAttentionConfig: GroupedQueryAttention,
+        LatentAttentionConfig: LatentAttention,
+        GatedDeltaConfig: GatedDelta,
+    },
 )
 register, unregister = _REGISTRY.register, _REGISTRY.unregister
 
 
 def attention(model: ModelConfig, rngs: nnx.Rngs) -> Mixer:
-    """Return the attention layer that the configuration names."""
+    """Return the layer that the configuration names."""
     return _REGISTRY.of(model.attention)(model, rngs)

@@ -30,6 +30,8 @@ class GroupedQueryAttention(Module):
         self.value_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
         self.output_bias = param(rngs, (D,), "channels", zeros) if settings.output_bias else None
         self.sinks = param(rngs, (N,), "heads", normal(std)) if settings.sinks else None
+        has_gate = settings.output_gate == "sigmoid"
+        self.gate = param(rngs, (D, N, H), "embed -> heads head_dim", normal(std)) if has_gate else None
         self.query_norm = self._norm(model, (N, H), "heads head_dim", rngs)
         self.key_norm = self._norm(model, (K, H), "kv_heads head_dim", rngs)
 
@@ -53,8 +55,10 @@ class GroupedQueryAttention(Module):
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both, and the cache with its keys and values appended."""
-        matrices, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
-        query_BTNH, key_BTKH, value_BTKH = linear(
+        matrices, biases = [self.query, self.key, self.value], [self.query_bias, self.key_bias, self.value_bias]
+        if self.gate is not None:
+            matrices, biases = [*matrices, self.gate], [*biases, None]
+        query_BTNH, key_BTKH, value_BTKH, *gate_BTNH = linear(
             x_BTD, *matrices, biases=biases, num_query_heads=self.settings.num_heads
         )
         after = self.settings.qk_norm == "head_after_rope"
@@ -75,5 +79,7 @@ class GroupedQueryAttention(Module):
             window=settings.window,
             reach=rows.reach.keys,
         )
+        if gate_BTNH:
+            attended_BTNH *= jax.nn.sigmoid(gate_BTNH[0])
         (output_BTD,) = linear(attended_BTNH, self.output, biases=(self.output_bias,))
         return output_BTD, cache, Auxiliary()

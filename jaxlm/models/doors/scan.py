@@ -17,7 +17,7 @@ from jaxlm.parallel.partition import is_sharded
 from kernels_pallas.paged_attention.costs import SectionReads
 
 States = dict[str, jax.Array]  # by slot, [B, *shape]
-TokenArray = tuple[jax.Array, Axes]  # [B, T, …] with its logical axes
+TokenArray = tuple[jax.Array, Axes]  # [B, T, …], or a weight, with its logical axes
 
 
 class ChunkRows(NamedTuple):
@@ -43,8 +43,8 @@ class ChunkRows(NamedTuple):
         return jnp.sum(self.is_token_BC, axis=1, dtype=jnp.int32)
 
 
-# Takes the states before a chunk, [B, *shape], its rows, and arrays [B, C, …], and returns the states after its last
-# token and the outputs [B, C, …]. A document that begins in the chunk reads none of the states before it. Padding
+# Takes the states before a chunk, [B, *shape], its rows, arrays [B, C, …] and weights, and returns the states after its
+# last token and the outputs [B, C, …]. A document that begins in the chunk reads none of the states before it. Padding
 # changes no state; its outputs are anything. The function closes over no array, so that gradients and costs are known.
 Chunk = Callable[..., tuple[States, jax.Array]]
 
@@ -53,16 +53,18 @@ class Recurrence(NamedTuple):
     """A recurrence over the tokens of documents.
 
     Attributes:
-      chunk: computes a chunk, as chunk(states, rows, *inputs).
+      chunk: computes a chunk, as chunk(states, rows, *inputs, *weights).
       first: by slot, the state [*shape] before the first token of a document, and its logical axes.
       axes: the logical axes of the outputs, [B, T, …].
       size: the most tokens of a chunk; None computes all tokens of a pass at once.
+      weights: arrays that all tokens read, each with its logical axes.
     """
 
     chunk: Chunk
     first: Mapping[str, tuple[jax.Array, Axes]]
     axes: Axes
     size: int | None = None
+    weights: tuple[TokenArray, ...] = ()
 
     def initial_states(self, sequences: int) -> States:
         """Return the states [B, *shape] of sequences that begin."""
@@ -73,26 +75,36 @@ def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs:
     # An engine has a state for each run of rows, whose number the calls say.
     axes = {name: (None, *of_state) for name, (_, of_state) in recurrence.first.items()}
     per_token = [(x, recurrence.axes[:2]) for x in rows]
-    _, output = jax.eval_shape(recurrence.chunk, states, rows, *(x for x, _ in inputs))
-    results = [(output, recurrence.axes), *((x, axes[name]) for name, x in states.items())]
-    operands = [*inputs, *((x, axes[name]) for name, x in states.items()), *per_token]
-    options = {"chunk": _FlatChunk(recurrence.chunk, tuple(states), len(inputs)), "size": recurrence.size}
-    return Signature(operands, results, options)
+    weights = recurrence.weights
+
+    def first(states: States, rows: ChunkRows, inputs: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+        rows, inputs = jax.tree.map(lambda x: x[:, : recurrence.size], (rows, inputs))
+        return recurrence.chunk(states, rows, *inputs, *weights)[1]
+
+    output = jax.eval_shape(first, states, rows, [x for x, _ in inputs], [x for x, _ in weights])
+    outputs = jax.ShapeDtypeStruct((*rows.is_token_BC.shape, *output.shape[2:]), output.dtype)
+    results = [(outputs, recurrence.axes), *((x, axes[name]) for name, x in states.items())]
+    operands = [*inputs, *weights, *((x, axes[name]) for name, x in states.items()), *per_token]
+    function = _FlatChunk(recurrence.chunk, tuple(states), len(inputs), len(inputs) + len(weights))
+    return Signature(operands, results, {"chunk": function, "size": recurrence.size})
 
 
 @dataclass(frozen=True)
 class _FlatChunk:
-    """A chunk's function of its inputs, its states and what tells of its tokens, one after the other, which returns the
-    outputs and, where these are `kept`, the states."""
+    """A chunk's function of its inputs, weights, states and what tells of its tokens, one after the other.
+
+    It returns the outputs and, where these are `kept`, the states. `before`: the inputs and weights together.
+    """
 
     chunk: Chunk
     states: tuple[str, ...]
     inputs: int
+    before: int
     kept: bool = True
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        inputs, states = arrays[: self.inputs], dict(zip(self.states, arrays[self.inputs : -2], strict=True))
-        after, outputs = self.chunk(states, ChunkRows(*arrays[-2:]), *inputs)
+        states = dict(zip(self.states, arrays[self.before : -2], strict=True))
+        after, outputs = self.chunk(states, ChunkRows(*arrays[-2:]), *arrays[: self.before])
         return outputs, *(after[name] for name in self.states if self.kept)
 
 
@@ -107,7 +119,7 @@ class _Calls(NamedTuple):
 def _calls(local: Local) -> list[_Calls]:
     """Return the calls on one device; the last chunk is padded. An engine scans the sequences of its decode section in
     one call, and the tiles of prompts one after the other."""
-    size = local.options["size"]
+    size = engine_size(local.options["size"], local.platform) if local.sections else local.options["size"]
 
     def of(rows: int, tokens: int, times: int = 1) -> _Calls:
         C = min(size or tokens, tokens)
@@ -131,19 +143,24 @@ def _declare(local: Local) -> DoorCost:
     *arrays, is_token, begins = local.operands
     _check_whole(is_token.sharded[1])
     function, calls = local.options["chunk"], _calls(local)
-    inputs, states = arrays[: function.inputs], arrays[function.inputs :]
+    inputs, weights = arrays[: function.inputs], arrays[function.inputs : function.before]
+    states = arrays[function.before :]
     per_token, chunks = [*inputs, is_token, begins], calls[0].times
     of_token = sum(math.prod(x.shape[2:]) * x.itemsize for x in (*per_token, local.results[0]))
     of_states = sum(math.prod(x.shape[1:]) * x.itemsize for x in states)
-    trained = [i for i, x in enumerate(arrays) if x.is_trained or (chunks > 1 and i >= function.inputs)]
+    trained = [i for i, x in enumerate(arrays) if x.is_trained or (chunks > 1 and i >= function.before)]
     if local.training and chunks == 1:
         function = replace(function, kept=False)
 
     def traced(call: _Calls) -> Traced:
         B, C, times = call
-        operands = [(B, C, *x.shape[2:]) if i < function.inputs else (B, *x.shape[1:]) for i, x in enumerate(arrays)]
+        operands = [
+            *((B, C, *x.shape[2:]) for x in inputs),
+            *(x.shape for x in weights),
+            *((B, *x.shape[1:]) for x in states),
+        ]
         shapes = [*zip(operands, (x.dtype for x in arrays), strict=True), *(((B, C), x.dtype) for x in per_token[-2:])]
-        moved = times * B * (C * of_token + 2 * of_states)
+        moved = times * (B * (C * of_token + 2 * of_states) + sum(x.bytes for x in weights))
         return Traced(function, tuple(shapes), tuple(trained), times, moved, checkpointed=chunks > 1)
 
     saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states)
@@ -155,11 +172,11 @@ def _declare(local: Local) -> DoorCost:
 def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> tuple[jax.Array, ...]:
     """Return the outputs [B, T, …] and the states after the last token, in their order."""
     _check_whole(is_sharded("sequence"))
-    (B, T), arrays = rows.is_token_BC.shape, tuple(x for x, _ in inputs)
+    (B, T), arrays, weights = rows.is_token_BC.shape, tuple(x for x, _ in inputs), [x for x, _ in recurrence.weights]
     size = recurrence.size or T
 
     def one(states: States, chunk: tuple[ChunkRows, tuple[jax.Array, ...]]) -> tuple[States, jax.Array]:
-        after, outputs = recurrence.chunk(states, chunk[0], *chunk[1])
+        after, outputs = recurrence.chunk(states, chunk[0], *chunk[1], *weights)
         return {name: after[name].astype(x.dtype) for name, x in states.items()}, outputs
 
     if T <= size:
@@ -189,6 +206,12 @@ def scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: Token
     """
     outputs_BT, *after = _scan(recurrence, states, rows, *inputs)
     return outputs_BT, dict(zip(states, after, strict=True))
+
+
+def engine_size(size: int | None, platform: str | None) -> int | None:
+    """Return the most tokens of an engine's chunks, for a recurrence of this size: on a CPU one, so that each token is
+    computed in one way, wherever a prompt is cut and whether it is read or drawn."""
+    return 1 if size is not None and platform == "cpu" else size
 
 
 def by_token(
@@ -230,23 +253,39 @@ def last_tokens(count: int, shape: tuple[int, ...], axes: Axes, slot: str, dtype
     """
 
     def chunk(states: States, rows: ChunkRows, x: jax.Array) -> tuple[States, jax.Array]:
-        C, document_BC = x.shape[1], rows.document_BC
-        whole = jnp.concatenate([states[slot].astype(x.dtype), x], axis=1)  # [B, count + C, …]
-        document = jnp.concatenate([jnp.zeros((len(x), count), jnp.int32), document_BC], axis=1)
-
-        def among(array: jax.Array, of: jax.Array, last: jax.Array) -> jax.Array:
-            return jnp.where((of == last).reshape(*of.shape, *[1] * len(shape)), array, jnp.zeros((), x.dtype))
-
-        taken = [among(whole[:, i : i + C], document[:, i : i + C], document_BC) for i in range(count + 1)]
-        index_BK = rows.length_B[:, None] + jnp.arange(count)[None]
-        tail, of_tail = (
-            jnp.take_along_axis(array, index_BK.reshape(*index_BK.shape, *[1] * (array.ndim - 2)), axis=1)
-            for array in (whole, document)
-        )
-        return {slot: among(tail, of_tail, of_tail[:, -1:])}, jnp.stack(taken, axis=2)
+        return {slot: tail_after(states[slot], rows, x)}, jnp.stack(windows(states[slot], rows, x), axis=2)
 
     first = {slot: (jnp.zeros((count, *shape), dtype), (None, *axes))}
     return Recurrence(chunk, first, ("batch", "sequence", None, *axes))
+
+
+def windows(tail: jax.Array, rows: ChunkRows, x: jax.Array) -> list[jax.Array]:
+    """Return each token's array before and including itself, the oldest first: x [B, C, …] after those of the tail
+    [B, count, …], each shifted by so many tokens, and zero where its token is of another document."""
+    C, document_BC = x.shape[1], rows.document_BC
+    whole, document = _with_tail(tail, document_BC, x)
+    return [_among(whole[:, i : i + C], document[:, i : i + C], document_BC) for i in range(tail.shape[1] + 1)]
+
+
+def tail_after(tail: jax.Array, rows: ChunkRows, x: jax.Array) -> jax.Array:
+    """Return the tail [B, count, …] after x [B, C, …]: its last tokens, zero where they are of another document."""
+    index_BK = rows.length_B[:, None] + jnp.arange(tail.shape[1])[None]
+    last, of_last = (
+        jnp.take_along_axis(array, index_BK.reshape(*index_BK.shape, *[1] * (array.ndim - 2)), axis=1)
+        for array in _with_tail(tail, rows.document_BC, x)
+    )
+    return _among(last, of_last, of_last[:, -1:])
+
+
+def _with_tail(tail: jax.Array, document_BC: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return x after its tail, [B, count + C, …], and the document of each token."""
+    of_tail = jnp.zeros(tail.shape[:2], jnp.int32)
+    return jnp.concatenate([tail.astype(x.dtype), x], axis=1), jnp.concatenate([of_tail, document_BC], axis=1)
+
+
+def _among(x: jax.Array, document: jax.Array, last: jax.Array) -> jax.Array:
+    """Return x where its tokens are of these documents, zero elsewhere."""
+    return jnp.where((document == last).reshape(*document.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
 
 def where_rows(is_so_B: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import constrain, mesh_around, partition, rules_around
 from jaxlm.parallel.ticks import Ticks
+from kernels_pallas.core import target
 
 # The logical axis of stacked weights, whose parts the stages have.
 STACKED = "layers"
@@ -156,7 +157,9 @@ class _Pipeline:
         for ticks, does in ((alone, (True, False)), (self._M, (True, True)), (alone, (False, True))):
             carry, _ = jax.lax.scan(self._tick(*does), carry, first + jnp.arange(ticks))
             first += ticks
-        return carry[1].totals, (carry[1].outer, carry[1].stack)
+        _, sums = carry
+        of_stages = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums.totals.stage)
+        return sums.totals._replace(stage=of_stages), (sums.outer, sums.stack)
 
     def forward(self) -> Tree:
         def tick(leaves: bool) -> Callable:
@@ -182,6 +185,7 @@ class _Pipeline:
         _, of_leave = jax.eval_shape(self._model.leave, self._outer, self._rows, index, x)
         part = jax.tree.map(lambda w: jax.ShapeDtypeStruct((len(w) // self._S, *w.shape[1:]), w.dtype), self._stack)
         _, (of_stage, by_slot) = jax.eval_shape(self._model.stage, part, self._rows, index, index, x)
+        of_stage = jax.tree.map(lambda y: jax.ShapeDtypeStruct((self._S, *y.shape), y.dtype), of_stage)
         by_slot = jax.tree.map(lambda y: jax.ShapeDtypeStruct((self._S * len(y), *y.shape[1:]), y.dtype), by_slot)
 
         def zeros(tree: Tree) -> Tree:
@@ -223,7 +227,7 @@ class _Pipeline:
             inputs = _put(inputs, index, x, is_live)
             last = jax.lax.psum(jnp.where(stage == self._S - 1, y, jnp.zeros_like(y)), self._mesh_axis)
             arrived = jax.lax.ppermute(y, self._mesh_axis, [(i, (i + 1) % self._S) for i in range(self._S)])
-            return (arrived[None], inputs[None]), constrain(last, *self._axes)
+            return (arrived[None], inputs[None]), _after(constrain(last, *self._axes), arrived)
 
         (arrived, inputs), y = self._on_stages(local, (True, False, False, True, False), ((True, True), False))(
             self._stack, self._rows, x, passing, t
@@ -238,6 +242,7 @@ class _Pipeline:
         )
         of_outer, of_y = back(jnp.ones_like(loss))
         totals = sums.totals._replace(leave=_added(sums.totals.leave, of_leave))
+        of_y = _after(of_y, *map(jnp.sum, jax.tree.leaves(of_outer)))
         return of_y, sums._replace(totals=totals, outer=_added(sums.outer, of_outer))
 
     def _backward(self, passing: _Passing, sums: _Sums, of_loss: jax.Array, t: jax.Array) -> tuple[_Passing, _Sums]:
@@ -249,20 +254,20 @@ class _Pipeline:
             index, is_live = self._index(t - 2 * (self._S - 1) + stage)
             x = jax.lax.dynamic_index_in_dim(inputs, index % self._ticks.kept, keepdims=False)
             of_y = constrain(jnp.where(stage == self._S - 1, of_loss, returned), *self._axes)
+            x = _after(x, of_y)
             trained, fixed = stack
             (_, loss), back, (of_stage, by_slot) = jax.vjp(
                 lambda trained, x: self._model.stage((trained, fixed), rows, index, stage, x), trained, x, has_aux=True
             )
             of_stack, of_x = back((of_y, jnp.ones_like(loss)))
-            of_sums = jax.tree.map(lambda each: jax.lax.psum(_live(each, is_live), self._mesh_axis), of_stage)
-            of_slots = _live((by_slot, of_stack), is_live)
+            of_slots = _live((jax.tree.map(lambda each: each[None], of_stage), by_slot, of_stack), is_live)
             first = jax.lax.psum(_live(of_x, is_live & (stage == 0)), self._mesh_axis)
             returned = jax.lax.ppermute(of_x, self._mesh_axis, [(i, (i - 1) % self._S) for i in range(self._S)])
-            return returned[None], _added(total, of_slots), of_sums, constrain(first, *self._axes)
+            return returned[None], _added(total, of_slots), _after(constrain(first, *self._axes), returned)
 
-        total = sums.totals.by_slot, sums.stack
-        returned, (by_slot, of_stack), of_stage, of_x = self._on_stages(
-            local, (True, False, True, False, True, False), (True, True, False, False)
+        total = sums.totals.stage, sums.totals.by_slot, sums.stack
+        returned, (of_stage, by_slot, of_stack), of_x = self._on_stages(
+            local, (True, False, True, False, True, False), (True, True, False)
         )(self._stack, self._rows, passing, of_loss, total, t)
         index, is_live = self._index(t - 2 * (self._S - 1))
         (_, loss), back, of_enter = jax.vjp(
@@ -271,9 +276,7 @@ class _Pipeline:
         (of_outer,) = back((of_x, is_live.astype(loss.dtype)))
         of_enter = _live(of_enter, is_live)
         totals = sums.totals
-        totals = totals._replace(
-            enter=_added(totals.enter, of_enter), stage=_added(totals.stage, of_stage), by_slot=by_slot
-        )
+        totals = totals._replace(enter=_added(totals.enter, of_enter), stage=of_stage, by_slot=by_slot)
         return passing._replace(returned=returned), _Sums(totals, _added(sums.outer, of_outer), of_stack)
 
     def _index(self, index: jax.Array) -> tuple[Index, jax.Array]:
@@ -298,6 +301,15 @@ def _put(inputs: jax.Array, index: Index, x: jax.Array, is_live: jax.Array) -> j
     at = index % len(inputs)
     x = jnp.where(is_live, x, jax.lax.dynamic_index_in_dim(inputs, at, keepdims=False))
     return jax.lax.dynamic_update_index_in_dim(inputs, x, at, 0)
+
+
+def _after(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return x once others, of its shape or scalars, are there too, where their order matters: devices that are threads
+    of a CPU wait for one another for ever if some send for an inner loop while others still send outside of it."""
+    if target.platform() == "cpu":
+        for other in others:
+            x = jnp.where(other > jnp.inf, jnp.zeros_like(x), x)
+    return x
 
 
 def _live(tree: Tree, is_live: jax.Array) -> Tree:

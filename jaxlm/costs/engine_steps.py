@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from jaxlm.inference.step_shapes import TILE, StepShape, StepShapes, fitting, prompt_chunks
 from jaxlm.models.doors.cost import UnpaddedReads
-from kernels_pallas.paged_attention.costs import SectionReads
+from kernels_pallas.paged_attention.costs import SectionReads, block_trips
 
 Window = int | None  # tokens that a token reads, itself the last; None: all
+Trips = tuple[tuple[Window, int], ...]
 
 
 class EngineSteps(NamedTuple):
@@ -103,12 +104,14 @@ def _prefill_step(
     tiles = [tile for chunk in chunks for tile in _tiles(chunk)]
     ended = sum(chunk.stop == prompt for chunk in chunks)
     shape = fitting(shapes.all(), ended, TILE * len(tiles))
-    pages = tuple((window, max(_pages(tile, page, window) for tile in tiles)) for window in windows)
+    by_window = [(window, [_pages(tile, page, window) for tile in tiles]) for window in windows]
+    pages = tuple((window, max(each)) for window, each in by_window)
+    loops = tuple((window, block_trips(each, shape.tiles, TILE)) for window, each in by_window)
     no_pages = tuple((window, 0) for window in windows)  # every row of the decode section is padding
     table = _table(prompt, page)
     tokens = sum(map(len, chunks))
     decode = SectionReads(shape.decode, 1, no_pages, table, padding=shape.decode)
-    prompts = SectionReads(shape.tiles, TILE, pages, table, padding=TILE * shape.tiles - tokens)
+    prompts = SectionReads(shape.tiles, TILE, pages, table, padding=TILE * shape.tiles - tokens, loops=loops)
     return EngineSteps(shape, 1, int(ended > 0), (decode, prompts))
 
 
@@ -116,13 +119,18 @@ def _sum(first: EngineSteps, second: EngineSteps) -> EngineSteps:
     """Return the steps of two entries with one shape as one entry."""
     sections = (
         a._replace(
-            pages=tuple((window, m + n) for (window, m), (_, n) in zip(a.pages, b.pages, strict=True)),
+            pages=_added(a.pages, b.pages),
+            loops=a.loops and b.loops and _added(a.loops, b.loops),
             steps=a.steps + b.steps,
             padding=a.padding + b.padding,
         )
         for a, b in zip(first.sections, second.sections, strict=True)
     )
     return EngineSteps(first.shape, first.times + second.times, first.drawing + second.drawing, tuple(sections))
+
+
+def _added(first: Trips, second: Trips) -> Trips:
+    return tuple((window, m + n) for (window, m), (_, n) in zip(first, second, strict=True))
 
 
 def _tiles(chunk: range) -> Iterator[range]:

@@ -119,5 +119,7 @@ class Replica:
 
 def _without_reads(steps: EngineSteps) -> EngineSteps:
     """Return steps whose rows are all padding."""
-    sections = (each._replace(pages=tuple((window, 0) for window, _ in each.pages)) for each in steps.sections)
+    sections = (
+        each._replace(pages=tuple((window, 0) for window, _ in each.pages), loops=None) for each in steps.sections
+    )
     return steps._replace(sections=tuple(sections))

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from jaxlm.lowering import shapes
@@ -35,6 +36,9 @@ _SCOPES = re.compile(
 _TRANSFORMATIONS = re.compile(r"^(?:transpose\(|jvp\()+")
 # Library packages: their callers' lines say more than their own.
 _LIBRARIES = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")
+
+
+Trips = int | Fraction | Mapping[str, int | Fraction] | None
 
 
 @dataclass
@@ -122,15 +126,16 @@ class HloProgram:
 
     Attributes:
       frames: file, line, and number of the frame that called it.
-      trips: of loops whose trips depend on data: of all of them, or of those in a scope, by its last name.
+      trips: of loops whose trips depend on data: of all of them, or of those in a scope, by its last name. A fraction
+        is the mean of a loop that runs in a loop.
     """
 
     computations: dict[str, HloComputation]
     entry: HloComputation
     frames: dict[int, tuple[str, int, int]]
-    trips: int | Mapping[str, int] | None = None
+    trips: Trips = None
 
-    def stated_trips(self, loop: HloInstruction) -> int | None:
+    def stated_trips(self, loop: HloInstruction) -> int | Fraction | None:
         """Return the trips that `trips` gives a loop; None if it gives none."""
         if not isinstance(self.trips, Mapping):
             return self.trips
@@ -180,7 +185,7 @@ def _bare(part: str) -> str:
     return part[: len(part) - closed].rpartition("<locals>.")[2]
 
 
-def parse(text: str, trips: int | Mapping[str, int] | None = None) -> HloProgram:
+def parse(text: str, trips: Trips = None) -> HloProgram:
     """Parse the text of `jax.stages.Compiled.as_text()`, whose loops over data have these `trips` (`HloProgram`)."""
     computations: dict[str, HloComputation] = {}
     tables: dict[str, dict[int, str]] = {}

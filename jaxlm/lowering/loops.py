@@ -9,6 +9,7 @@ import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
@@ -203,8 +204,9 @@ def _trips(direction: str, distance: int, step: int) -> int | None:
     return -(distance // step) if step > 0 else None
 
 
-def _runs(site: _CallSite, runs: int) -> Iterator[tuple[str, int]]:
+def _runs(site: _CallSite, runs: int | Fraction) -> Iterator[tuple[str, int | Fraction]]:
     """Yield the names of a computation that runs so often and of all that it calls, with their numbers of runs."""
+    runs = int(runs) if runs.denominator == 1 else runs
     yield site.computation.name, runs
     for instruction in site.computation.instructions.values():
         for name in (name for names in instruction.called.values() for name in names):
@@ -216,7 +218,7 @@ def _runs(site: _CallSite, runs: int) -> Iterator[tuple[str, int]]:
             yield from _runs(inside, each)
 
 
-def _trips_of(site: _CallSite, instruction: HloInstruction) -> int:
+def _trips_of(site: _CallSite, instruction: HloInstruction) -> int | Fraction:
     """Return a loop's trip count; where it cannot be read the one that is stated, or 1 if nothing in the loop is
     counted."""
     trips = _Loop(site, instruction).trips()

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -292,10 +293,15 @@ def _compiled(work: Workload) -> Workload:
     return work if work.kind == "train" else work.without_drafts().largest_step()
 
 
-def _trips(work: Workload) -> dict[str, int]:
-    """Return the trips of the loops over pages in the program of a workload, by their scopes."""
+def _trips(work: Workload) -> dict[str, Fraction]:
+    """Return the trips of the loops over pages in the program of a workload, by their scopes: the mean of the blocks of
+    sequences, of which each has its loop."""
     sections = () if work.engine_steps is None else work.engine_steps.sections
-    return {loop_name(each.queries, window): trips for each in sections for window, trips in each.pages}
+    return {
+        loop_name(each.queries, window): Fraction(each.loop_trips(window), each.blocks)
+        for each in sections
+        for window, _ in each.pages
+    }
 
 
 def _product_flops(work: Workload) -> int:

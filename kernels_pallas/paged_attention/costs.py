@@ -1,13 +1,14 @@
 """The cost of paged attention: one page of each sequence, as XLA reads it, and the kernels."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 
 from kernels_pallas.core.launch import KernelCost, KernelCosts
-from kernels_pallas.paged_attention.xla import multiplied_by_xla, padded_columns, padded_queries
+from kernels_pallas.paged_attention.xla import block_sequences, multiplied_by_xla, padded_columns, padded_queries
 
 # A GPU's kernel splits the keys of few queries: `SPLIT` tokens go to each of `LANES` programs in turn. The keys of a
 # prompt's tile, of which there are several at once, go to one.
@@ -25,13 +26,15 @@ class SectionReads(NamedTuple):
     Attributes:
       sequences: sequences of the section, padding included.
       queries: rows of each sequence.
-      pages: trips of the section's loop over pages in all counted steps together, for each window (the last tokens
-        that a row reads; None: all). A section whose rows are all padding has zero trips.
+      pages: the most pages of a sequence in all counted steps together, for each window (the last tokens that a row
+        reads; None: all). A section whose rows are all padding has zero.
       table: pages of a sequence's table.
       steps: the number of counted steps.
       padding: rows of padding in all counted steps together.
       run: sequences that are rows of one run, a token and drafts of the next ones: a kernel reads their pages once. A
         fraction is the mean of runs that were cut from one sequence's rows.
+      loops: as `pages`, the trips of XLA's loops over pages, of all blocks of sequences together (`block_trips`); None
+        where one block has all sequences.
     """
 
     sequences: int
@@ -41,6 +44,17 @@ class SectionReads(NamedTuple):
     steps: int = 1
     padding: int = 0
     run: Fraction | int = 1
+    loops: tuple[tuple[int | None, int], ...] | None = None
+
+    @property
+    def together(self) -> int:
+        """The sequences of a block, of which a trip of XLA's loop reads a page each."""
+        return block_sequences(self.sequences, self.queries)
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of sequences."""
+        return -(-self.sequences // max(self.together, 1))
 
     @property
     def runs(self) -> int:
@@ -48,8 +62,20 @@ class SectionReads(NamedTuple):
         return math.ceil(self.sequences / self.run)
 
     def trips(self, window: int | None) -> int:
-        """Return the trips of the loop over pages in layers with this window."""
+        """Return the most pages of a sequence in layers with this window."""
         return dict(self.pages)[window]
+
+    def loop_trips(self, window: int | None) -> int:
+        """Return the trips of XLA's loops over pages, of all blocks together, in layers with this window."""
+        return dict(self.loops or self.pages)[window]
+
+
+def block_trips(pages: Sequence[int], sequences: int, queries: int) -> int:
+    """Return the trips of XLA's loops over the blocks of so many sequences, with so many queries each, of which some
+    see these numbers of pages and the others none."""
+    size = block_sequences(sequences, queries)
+    padding = -(-sequences // size) * size - len(pages)
+    return sum(sorted([*pages, *[0] * padding])[size - 1 :: size])
 
 
 def loop_name(queries: int, window: int | None) -> str:

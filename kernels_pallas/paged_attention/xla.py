@@ -20,6 +20,7 @@ _ROWS, _MULTIPLICATIONS, _COLUMNS = 2, 2048, 16
 # Columns that do not fill four vectors of AVX-512 have another kernel from so many rows on.
 _FULL_COLUMNS, _MANY_ROWS = 64, 64
 _VECTOR = 16  # numbers of a vector of AVX-512
+_BLOCK = 128  # rows of prompts that read pages together: those that see about as many
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -41,7 +42,54 @@ def paged_attention(
     Pages begin at multiples of S, whoever reads them, so that each row adds the same numbers in the same order. A page
     of which a row sees nothing leaves its sums as they are.
     """
-    (Q, T, N, H), (_, K, _, S), M = query.shape, key.shape, table.shape[1]
+    (Q, T, *_), S = query.shape, key.shape[3]
+
+    def attend(query: jax.Array, table: jax.Array, *key_range: jax.Array) -> jax.Array:
+        options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+        options |= {"key_scales": key_scales, "value_scales": value_scales}
+        return _attended(query, key, value, table, key_range=KeyRange(*key_range), **options)
+
+    if (N := block_sequences(Q, T)) == Q or target.platform() == "gpu":
+        return attend(query, table, *key_range)
+    pages_Q = _SeenKeys.of(*_within(key_range, table, S)).pages(S)
+    return _in_blocks(attend, N, pages_Q, query, table, *key_range)
+
+
+def _in_blocks(attend: Callable, N: int, pages_Q: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """Return what `attend` returns of arrays [Q, ...], of N sequences after another. Sequences are sorted by the pages
+    that they see, so that those that see few, or are padding, do not wait for those that see many."""
+    Q = len(pages_Q)
+    B = -(-Q // N)
+
+    def of_all_blocks(x_Q: jax.Array) -> jax.Array:
+        return jnp.pad(x_Q, [(0, B * N - Q), *[(0, 0)] * (x_Q.ndim - 1)])
+
+    order_Q = jnp.argsort(of_all_blocks(pages_Q))
+    blocks = (of_all_blocks(x_Q)[order_Q].reshape(B, N, *x_Q.shape[1:]) for x_Q in arrays)
+    out_BN = jax.lax.map(lambda block: attend(*block), tuple(blocks))
+    return out_BN.reshape(B * N, *out_BN.shape[2:])[jnp.argsort(order_Q)[:Q]]
+
+
+def _within(key_range: KeyRange, table: jax.Array, S: int) -> KeyRange:
+    """Return the keys of a range that are in the pages of a table."""
+    return KeyRange(jnp.maximum(key_range.start, 0), jnp.minimum(key_range.end, table.shape[1] * S))
+
+
+def _attended(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array | int,
+    table: jax.Array,
+    *,
+    key_range: KeyRange,
+    scale: float,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    key_scales: jax.Array | None,
+    value_scales: jax.Array | None,
+) -> jax.Array:
+    """Return `paged_attention` of sequences that read their pages together."""
+    (Q, T, N, H), (_, K, _, S) = query.shape, key.shape
     V = value if isinstance(value, int) else value.shape[3]
     G = N // K
     if more := padded_queries(T, G, H, V, S) - T:
@@ -49,8 +97,8 @@ def paged_attention(
         key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
         options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
         options |= {"key_scales": key_scales, "value_scales": value_scales}
-        return paged_attention(query, key, value, table, **options)[:, :T]
-    key_range = KeyRange(jnp.maximum(key_range.start, 0), jnp.minimum(key_range.end, M * S))
+        return _attended(query, key, value, table, **options)[:, :T]
+    key_range = _within(key_range, table, S)
     pages = _Pages(key, value, key_scales, value_scales, multiplied_by_xla(query, key, target.platform()))
     # Heads first, so that devices with heads of their own, which share a key head, have rows that follow one another.
     query_QKRH = query.astype(pages.dtype).reshape(Q, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(Q, K, G * T, H)
@@ -81,6 +129,10 @@ class _SeenKeys(NamedTuple):
         is_seen_QT = end_QT > start_QT
         last_Q = jnp.max(jnp.where(is_seen_QT, end_QT, 0), axis=1)
         return cls(start_QT, end_QT, jnp.min(jnp.where(is_seen_QT, start_QT, last_Q[:, None]), axis=1), last_Q)
+
+    def pages(self, S: int) -> jax.Array:
+        """Return the number of pages of S tokens in which each sequence sees keys."""
+        return (self.last_Q + S - 1) // S - self.first_Q // S
 
     def masked(self, scores_QKRS: jax.Array, index_QS: jax.Array) -> jax.Array:
         """Return the scores [Q, K, G, T, S] of the keys at these positions, the lowest of all where none is seen."""
@@ -149,7 +201,7 @@ def _page_after_page(
     """Return the sums of weights [Q, K, G, T], and of weighted values, of which the columns from V on are zeros."""
     (Q, K, R, _), S, T = query_QKRH.shape, pages.key.shape[3], seen.start_QT.shape[1]
     page_Q = seen.first_Q // S
-    trips = jnp.max((seen.last_Q + S - 1) // S - page_Q)
+    trips = jnp.max(seen.pages(S))
 
     def read(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         largest, total, attended = carry
@@ -230,6 +282,12 @@ def _in_pairs(x_QM: jax.Array) -> jax.Array:
         x_QM = jnp.pad(x_QM, [(0, 0), (0, M % 2), *[(0, 0)] * (x_QM.ndim - 2)])
         x_QM = x_QM[:, ::2] + x_QM[:, 1::2]
     return x_QM[:, 0]
+
+
+def block_sequences(Q: int, T: int) -> int:
+    """Return how many of Q sequences with T queries each read pages together: all that decode, or a block of the runs
+    of prompts."""
+    return Q if T == 1 else min(Q, max(1, _BLOCK // T))
 
 
 def padded_queries(T: int, G: int, H: int, V: int, S: int) -> int:

@@ -13,7 +13,9 @@ from kernels_pallas import paged_attention
 from kernels_pallas.core import interpreted, target
 from kernels_pallas.core.fp8 import from_bytes
 from kernels_pallas.core.rounding import rounded_rows
-from kernels_pallas.paged_attention.costs import LANES, SPLIT
+from kernels_pallas.flash_attention import KeyRange
+from kernels_pallas.paged_attention import xla
+from kernels_pallas.paged_attention.costs import LANES, SPLIT, block_trips
 
 PAGES, K, S, H, M = 23, 2, 16, 8, 5
 SIZES = {"xla": S, "triton": S, "mosaic_tpu": 128}  # tokens of a page that each implementation serves
@@ -469,3 +471,22 @@ def test_a_draft_of_nan_changes_no_bit_of_the_tokens_before_it(name, form):
         got = attended(*pages, *([] if scales else [scales]))
         np.testing.assert_array_equal(got[:, :2], expected[:, :2])
         assert np.isnan(got[:, 2:]).any(axis=-1).all()
+
+
+def test_runs_of_prompts_read_pages_in_blocks_of_those_that_see_as_many():
+    """Each run by itself has the same result to the bit; blocks of four runs of 32 rows take 0, 1 and 3 trips."""
+    draw, runs, rows = np.random.default_rng(0), 9, 32
+    query = jnp.asarray(draw.standard_normal((runs, rows, 2, 32)), jnp.float32)
+    key, value = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in ((9, 2, 32, 64), (9, 2, 64, 32)))
+    table = jnp.asarray(draw.integers(1, 9, (runs, 3)))
+    end = np.zeros((runs, rows), np.int32)
+    for run, last in {0: 160, 2: 64, 3: 180, 5: 33, 8: 40}.items():
+        end[run] = np.arange(last - rows, last) + 1
+    range_of = KeyRange(jnp.zeros_like(end), jnp.asarray(end))
+    attend = jax.jit(lambda *x: xla.paged_attention(*x[:4], key_range=KeyRange(*x[4:]), scale=0.2, soft_cap=None))
+    together = attend(query, key, value, table, *range_of)
+    alone = [
+        attend(query[i : i + 1], key, value, table[i : i + 1], *(x[i : i + 1] for x in range_of)) for i in range(runs)
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+    assert block_trips([3, 1, 3, 1, 1], runs, rows) == 4 and block_trips([3, 1], 2, 1) == 3

@@ -13,7 +13,7 @@ cost of one equation. Around it:
 
 - A scan costs its body times its length. A `while` costs its condition and body times its iterations, which are read
   from the program if it compares a counter with a number that is a constant or follows from the NumPy arrays among the
-  arguments, and otherwise given as `trips`.
+  arguments, in each run of a scan around it, and otherwise given as `trips`.
 - A `cond` costs the branch that runs, where that follows from the NumPy arrays among the arguments or from `platform`;
   otherwise its branch with the most FLOPs, then the most bytes.
 - `shard_map` costs its body on every shard: figures are sums over the mesh. Outside it figures are those of whole
@@ -27,6 +27,7 @@ backward pass, and otherwise `forward`. An optimizer is `forward` too; its scope
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +41,9 @@ from jaxlm.costs.jaxpr import primitives
 from jaxlm.costs.jaxpr.cost import JaxprCost, Phase, Row
 from jaxlm.costs.jaxpr.values import Values, called_jaxpr
 
-# Iterations of loops whose number a program does not state: of all, or by the name or path of a scope.
-Trips = int | Mapping[str, int] | None
+# Iterations of loops whose number a program does not state: of all, or by the name or path of a scope. A fraction is
+# the mean of a loop that runs in a scan.
+Trips = int | Fraction | Mapping[str, int | Fraction] | None
 # The scope that jax.checkpoint adds around recomputed work.
 _AGAIN = "rematted_computation"
 
@@ -55,7 +57,7 @@ def count(fn: Callable, *args: Any, trips: Trips = None, platform: str | None = 
       args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`. The numbers of NumPy arrays are known where loops and
         branches depend on them.
       trips: iterations of each `while` loop whose number the program does not state, or of those in a scope by its
-        name or path, of which the longest is taken.
+        name or path, of which the longest is taken; a fraction is the mean of a loop in a scan.
       platform: "cpu", "gpu" or "tpu", whose branch of `jax.lax.platform_dependent` is counted; None counts the dearest
         branch.
 
@@ -103,7 +105,7 @@ class _Place(NamedTuple):
     platform: str | None
     scope: tuple[str, ...] = ()
     phase: Phase = "forward"
-    runs: int = 1
+    runs: int | Fraction = 1
     shards: int = 1
 
     def inside(self, eqn: JaxprEqn) -> "_Place":
@@ -115,16 +117,17 @@ class _Place(NamedTuple):
         return self._replace(scope=scope, phase=phase_of(eqn, self.phase))
 
     @property
-    def given_trips(self) -> int | None:
+    def given_trips(self) -> int | Fraction | None:
         """The iterations that the caller gives for a loop here."""
-        if self.trips is None or isinstance(self.trips, int):
+        if not isinstance(self.trips, Mapping):
             return self.trips
         path = f"/{'/'.join(self.scope)}/"
         names = [name for name in self.trips if f"/{name}/" in path]
         return self.trips[max(names, key=len)] if names else None
 
-    def times(self, n: int) -> "_Place":
-        return self._replace(runs=self.runs * n)
+    def times(self, n: int | Fraction) -> "_Place":
+        runs = self.runs * n
+        return self._replace(runs=int(runs) if runs.denominator == 1 else runs)
 
 
 class _RowSums:
@@ -150,8 +153,8 @@ def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums, values: Values) -> None:
             continue
         parts = None if name in primitives.KNOWN else _parts(eqn, here, values)
         if parts:
-            for part, there, operands in parts:
-                _walk(_open(part), there, rows, values.inside(part, operands))
+            for part, there, known in parts:
+                _walk(_open(part), there, rows, known)
             continue
         once = primitives.equation_cost(eqn)
         key = (here.scope, name, once.kind, here.phase, _axes(eqn) if once.kind == "collective" else (), once.assumed)
@@ -190,15 +193,23 @@ def _chosen(eqn: JaxprEqn, platform: str | None, values: Values) -> int | None:
     return None if index is None else int(np.clip(index, 0, len(eqn.params["branches"]) - 1))
 
 
-def _parts(eqn: JaxprEqn, place: _Place, values: Values) -> list[tuple[Any, _Place, Sequence[Any]]]:
-    """Return the jaxprs that an equation runs, each with its place and the operands that all of its runs have."""
+def _parts(eqn: JaxprEqn, place: _Place, values: Values) -> list[tuple[Any, _Place, Values]]:
+    """Return the jaxprs that an equation runs, each with its place and the values that are known there."""
     parameters = eqn.params
+
+    def part(jaxpr: Any, at: _Place, operands: Sequence[Any] = (), n: int = 0) -> tuple[Any, _Place, Values]:
+        """Return a part of which all runs have the first n of these operands."""
+        others = [None] * (len(_open(jaxpr).invars) - n)
+        return jaxpr, at, values.inside(jaxpr, [*operands[:n], *others])
+
     match eqn.primitive.name:
         case "scan":
-            body, constants = parameters["jaxpr"], _constants(parameters)
-            return [(body, place.times(parameters["length"]), _first(eqn.invars, constants, body))]
+            body, length = parameters["jaxpr"], parameters["length"]
+            known = values.inside_scan(body, eqn.invars, _constants(parameters), length)
+            return [(body, place.times(length), known)]
         case "while":
             n = _iterations(eqn, values)
+            n = _mean_iterations(eqn, values.of_each_run) if n is None else n
             n = place.given_trips if n is None else n
             if n is None:
                 raise ValueError(
@@ -207,35 +218,28 @@ def _parts(eqn: JaxprEqn, place: _Place, values: Values) -> list[tuple[Any, _Pla
                 )
             condition, body, own = parameters["cond_jaxpr"], parameters["body_jaxpr"], parameters["cond_nconsts"]
             return [
-                (condition, place.times(n + 1), _first(eqn.invars, own, condition)),
-                (body, place.times(n), _first(eqn.invars[own:], parameters["body_nconsts"], body)),
+                part(condition, place.times(n + 1), eqn.invars, own),
+                part(body, place.times(n), eqn.invars[own:], parameters["body_nconsts"]),
             ]
         case "shard_map":
             shards = 1
             for axis in parameters["newly_manual_axes"]:
                 shards *= parameters["mesh"].shape[axis]
-            return [
-                (parameters["jaxpr"], place._replace(shards=place.shards * shards), _first([], 0, parameters["jaxpr"]))
-            ]
+            return [part(parameters["jaxpr"], place._replace(shards=place.shards * shards))]
         case "custom_linear_solve":
-            return [(solve := parameters["jaxprs"].solve, place, _first([], 0, solve))]
+            return [part(parameters["jaxprs"].solve, place)]
         case "linear_call":
-            return [(parameters["callee"], place, _first([], 0, parameters["callee"]))]
+            return [part(parameters["callee"], place)]
         case _:
             called = called_jaxpr(eqn)
             if called is not None:
-                return [(called, place, eqn.invars)]
-            return [(jaxpr, place, _first([], 0, jaxpr)) for jaxpr in jaxprs_in_params(parameters)]
+                return [part(called, place, eqn.invars, len(eqn.invars))]
+            return [part(jaxpr, place) for jaxpr in jaxprs_in_params(parameters)]
 
 
 def _constants(parameters: dict[str, Any]) -> int:
     """Return how many operands of a scan are the same in each of its runs; JAX 0.12 keeps them as trees."""
     return len(parameters["ft_in"].unpack()[0]) if "ft_in" in parameters else parameters["num_consts"]
-
-
-def _first(operands: Sequence[Any], n: int, jaxpr: Any) -> list[Any]:
-    """Return the first n operands of a jaxpr, and None for its others."""
-    return [*operands[:n], *[None] * (len(_open(jaxpr).invars) - n)]
 
 
 def _open(jaxpr: Any) -> Jaxpr:
@@ -246,6 +250,12 @@ def _open(jaxpr: Any) -> Jaxpr:
 def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(map(str, names)) if isinstance(names, tuple | list | frozenset) else (str(names),)
+
+
+def _mean_iterations(eqn: JaxprEqn, runs: Sequence[Values]) -> Fraction | None:
+    """Return the mean iterations of a `while` in these runs of a scan around it; None where they are not known."""
+    iterations = [_iterations(eqn, values) for values in runs]
+    return None if not runs or None in iterations else Fraction(sum(iterations), len(runs))
 
 
 def _iterations(eqn: JaxprEqn, values: Values) -> int | None:

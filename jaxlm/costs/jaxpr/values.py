@@ -3,6 +3,7 @@
 Asks no backend.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,15 @@ def _converted(x: np.ndarray, parameters: dict[str, Any]) -> Value:
     return x.astype(dtype)
 
 
+def _sorted(*operands_and_parameters: Any) -> Sequence[Value]:
+    """Return arrays in the order of the first; None of each where the order has several keys."""
+    *operands, parameters = operands_and_parameters
+    if parameters["num_keys"] > 1:
+        return [None] * len(operands)
+    order = np.argsort(operands[0], axis=parameters["dimension"], kind="stable")
+    return [np.take_along_axis(x, order, parameters["dimension"]) for x in operands]
+
+
 # The rules, by primitive, for values between the arguments and the bound of a loop or the condition of a branch.
 _RULES: dict[str, Callable[..., Value]] = {
     "add": lambda x, y, _: x + y,
@@ -90,6 +100,7 @@ _RULES: dict[str, Callable[..., Value]] = {
     "reduce_or": lambda x, p: np.bitwise_or.reduce(x, tuple(p["axes"])),
     "reduce_and": lambda x, p: np.bitwise_and.reduce(x, tuple(p["axes"])),
     "gather": _rows_of,
+    "sort": _sorted,
     "sharding_constraint": lambda x, _: x,
     "copy": lambda x, _: x,
     "stop_gradient": lambda x, _: x,
@@ -115,13 +126,22 @@ class Values:
 
     Args:
       inputs: for each input of the jaxpr a function that returns its value.
+      runs: of the body of a scan a function that returns the values of each run, of which these are those that all runs
+        have.
     """
 
-    def __init__(self, jaxpr: Jaxpr, inputs: Sequence[Callable[[], Value]], constants: Sequence[Any] = ()):
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[Callable[[], Value]],
+        constants: Sequence[Any] = (),
+        runs: Callable[[], Sequence["Values"]] = tuple,
+    ):
         self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
         self._inputs |= {var: (lambda x=x: _small(x)) for var, x in zip(jaxpr.constvars, constants, strict=False)}
         self._makers = {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)}
         self._known: dict[Any, Value] = {}
+        self._runs = runs
 
     def __call__(self, atom: Any) -> Value:
         """Return the value of a variable or a constant, or None where its numbers are not known."""
@@ -131,11 +151,39 @@ class Values:
             self._known[atom] = self._computed(atom)
         return self._known[atom]
 
+    @functools.cached_property
+    def of_each_run(self) -> Sequence["Values"]:
+        """The values of each run of the scan around; none where there is no scan."""
+        return self._runs()
+
     def inside(self, jaxpr: Any, operands: Sequence[Any]) -> "Values":
         """Return the values of a jaxpr that an equation calls; those of operands that are None are not known."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
         inputs = [(lambda: None) if atom is None else (lambda atom=atom: self(atom)) for atom in operands]
-        return Values(inner, inputs, getattr(jaxpr, "consts", ()))
+
+        def runs() -> Sequence[Values]:
+            return [each.inside(jaxpr, operands) for each in self.of_each_run]
+
+        return Values(getattr(jaxpr, "jaxpr", jaxpr), inputs, getattr(jaxpr, "consts", ()), runs)
+
+    def inside_scan(self, body: Any, operands: Sequence[Any], constants: int, length: int) -> "Values":
+        """Return the values of the body of a scan. All runs have the first operands, and each its row of those that the
+        body sees row by row; what a run hands to the next is not known."""
+        inner = getattr(body, "jaxpr", body)
+        own = list(zip(operands, inner.invars, strict=True))[constants:]
+
+        def row(atom: Any, var: Any, run: int) -> Value:
+            is_sliced = atom.aval.shape != var.aval.shape
+            return x[run] if is_sliced and (x := self(atom)) is not None else None
+
+        def of_run(run: int | None) -> Values:
+            known = [functools.partial(self, atom) for atom in operands[:constants]]
+            known += [(lambda: None) if run is None else functools.partial(row, atom, var, run) for atom, var in own]
+            return Values(inner, known, getattr(body, "consts", ()), runs if run is None else tuple)
+
+        def runs() -> Sequence[Values]:
+            return [of_run(run) for run in range(length)]
+
+        return of_run(None)
 
     def _computed(self, var: Any) -> Value:
         if var in self._inputs:
@@ -150,7 +198,10 @@ class Values:
         if rule is None or not (is_moved or eqn.outvars[0].aval.dtype.kind in "ib"):
             return None
         operands = [self(atom) for atom in eqn.invars]
-        return None if any(x is None for x in operands) else rule(*operands, eqn.params)
+        if any(x is None for x in operands):
+            return None
+        found = rule(*operands, eqn.params)
+        return found[index] if eqn.primitive.multiple_results else found
 
 
 def called_jaxpr(eqn: JaxprEqn) -> Any:

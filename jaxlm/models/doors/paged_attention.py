@@ -125,10 +125,14 @@ def _by_loops(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost:
     """Declare XLA's loops over pages."""
     products: list[DoorProduct] = []
     passes: list[Pass] = []
-    workspace, window = 0, local.options["window"]
+    workspace, window, (query, *_) = 0, local.options["window"], _abstract(local)
     for section in sections:
-        page, trips = _page_cost(local, section), section.trips(window)
-        workspace = max(workspace, page.workspace)
+        page, trips = _page_cost(local, section, section.together), section.loop_trips(window)
+        in_order = 0  # bytes of queries and results, sorted by the pages that they see
+        if section.blocks > 1:
+            widths, rows = query.shape[-1] + local.results[0].shape[-1], section.sequences * section.queries
+            in_order = rows * query.shape[-2] * widths * query.dtype.itemsize
+        workspace = max(workspace, page.workspace + in_order)
         if not trips:  # the rows of the section are all padding
             continue
         least, more = page.least_bytes // 2, (page.most_bytes - page.least_bytes) // 2
@@ -143,7 +147,7 @@ def _by_gather(local: Local, sections: Sequence[costs.SectionReads]) -> DoorCost
     products: list[DoorProduct] = []
     flops = workspace = 0
     for section in sections:
-        page, pages = _page_cost(local, section), section.table * section.steps
+        page, pages = _page_cost(local, section, section.sequences), section.table * section.steps
         workspace = max(workspace, section.table * page.workspace)
         least, most = page.least_bytes, page.most_bytes
         for (batch, *sizes), scope in zip(page.products, ("scores", "pv"), strict=True):
@@ -162,10 +166,10 @@ def _reads_in_a_kernel(query: jax.Array, key: jax.Array, value: jax.Array | None
     return kernel_on(target.current(), query, key, value_dim if value is None else value) is not None
 
 
-def _page_cost(local: Local, section: costs.SectionReads) -> costs.PageCost:
-    """Return the cost of one page of each sequence of a section."""
+def _page_cost(local: Local, section: costs.SectionReads, sequences: int) -> costs.PageCost:
+    """Return the cost of one page of each of some sequences of a section."""
     query, key, value = _abstract(local)
-    rows = jax.ShapeDtypeStruct((section.sequences, section.queries, *query.shape[2:]), query.dtype)
+    rows = jax.ShapeDtypeStruct((sequences, section.queries, *query.shape[2:]), query.dtype)
     return costs.page_cost(rows, key, value, local.options["soft_cap"], local.platform)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from fractions import Fraction
 from pathlib import Path
 
 import jax
@@ -34,7 +35,7 @@ from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.training.step import TrainStep
-from kernels_pallas.paged_attention.costs import loop_name
+from kernels_pallas.paged_attention.costs import block_trips, loop_name
 
 
 def f32(*shape):
@@ -304,6 +305,42 @@ def test_loops_over_data_run_as_often_as_their_arguments_say(family):
     jaxpr, (parameters, pages, _, _, valid) = step.trace().jaxpr.jaxpr, step.operands
     given = jax.tree.leaves((parameters, pages, NextTokens.empty(5), batch, valid))
     assert count_jaxpr(jaxpr, arguments=given).matmul_flops == program_flops(program)
+
+
+def test_loops_in_a_scan_run_as_often_as_each_row_of_arguments_says():
+    """A step reads the tiles of prompts in blocks of four, sorted by their pages: two blocks of 3 and of no trips."""
+    programs = EnginePrograms.of(
+        model_fixtures.model(context_length=128), meshes.make(), jnp.dtype("float32"), EngineSettings(slots=2, page=32)
+    )
+    shape, cache = StepShape(2, 6, TILE), CacheSize(128, (9,))
+    step, batch = programs.step(shape, cache), programs.empty_batch(shape, cache)
+    batch.position_R[2 : 2 + TILE] = np.arange(TILE)
+    batch.position_R[2 + 3 * TILE : 2 + 4 * TILE] = np.arange(64, 64 + TILE)
+    loops = {loop_name(1, None): 0, loop_name(TILE, None): Fraction(block_trips([1, 3], 6, TILE), 2)}
+    assert loops[loop_name(TILE, None)] == Fraction(3, 2)
+    compiled = program_flops(hlo.parse(step.compile().as_text(), loops))
+    jaxpr, (parameters, pages, _, _, valid) = step.trace().jaxpr.jaxpr, step.operands
+    given = jax.tree.leaves((parameters, pages, NextTokens.empty(3), batch, valid))
+    assert count_jaxpr(jaxpr, arguments=given).matmul_flops == count_jaxpr(jaxpr, loops).matmul_flops == compiled
+
+
+def test_a_loop_whose_scan_hands_its_bound_on_is_not_known():
+    """Each row says how far the loop in its run counts; a number that one run hands to the next says nothing."""
+    x, ends = jax.ShapeDtypeStruct((8, 8), jnp.float32), np.array([2, 0, 3], np.int32)
+
+    def in_rows(x, ends):
+        return jax.lax.map(lambda end: jax.lax.fori_loop(0, end, lambda _, y: y @ y, x), jnp.sort(ends))
+
+    def handed_on(x, end):
+        def run(end, _):
+            return end + 1, jax.lax.fori_loop(0, end, lambda _, y: y @ y, x)
+
+        return jax.lax.scan(run, end, length=3)
+
+    assert count(in_rows, x, ends).matmul_flops == 5 * 2 * 8**3
+    with pytest.raises(ValueError, match="does not say how often"):
+        count(handed_on, x, ends[0])
+    assert count(handed_on, x, ends[0], trips=Fraction(9, 3)).matmul_flops == 9 * 2 * 8**3
 
 
 def test_a_branch_that_the_arguments_choose_is_counted():

@@ -64,23 +64,30 @@ def computed_rows(
     multiplied = groups if multiplied is None else multiplied
     rows, most_rows = tokens * choices * multiplied / groups, tokens * min(choices, multiplied)
     most = tile * (most_visits if is_aligned else most_tiles)(most_rows, multiplied, tile) if most_rows else 0
-    beyond = _chances_of_more(tokens, choices / groups)
+    chance = choices / groups
     if is_aligned:  # each group but the first begins anywhere in a tile
-        touched = multiplied * beyond[0]
+        touched = multiplied * (1 - (1 - chance) ** tokens)
         expected = tile * math.ceil(rows / tile) + (tile - 1) * max(touched - 1, 0)
     else:
-        expected = tile * multiplied * float(beyond[::tile].sum())
+        expected = tile * multiplied * _expected_tiles(tokens, chance, tile)
     return TileRows(tile, min(float(expected), float(most)), most)
 
 
-def _chances_of_more(tokens: int, chance: float) -> np.ndarray:
-    """Return for 0 to `tokens` the probability that more tokens than that choose a group, float64 [tokens + 1]."""
+def _expected_tiles(tokens: int, chance: float, tile: int) -> float:
+    """Return the mean number of tiles of a group that each token chooses with this probability: the sum over tiles of
+    the probability that more tokens choose the group than the tiles before it hold."""
     if chance >= 1:
-        return (np.arange(tokens + 1) < tokens).astype(float)
-    n = np.arange(1, tokens + 1)
-    logs = np.cumsum(np.log((tokens - n + 1) / n)) + n * math.log(chance) + (tokens - n) * math.log1p(-chance)
-    exactly = np.concatenate([[0.0], np.exp(logs)])
-    return np.append(np.cumsum(exactly[:0:-1])[::-1], 0.0)
+        return math.ceil(tokens / tile)
+    mean, deviation = tokens * chance, math.sqrt(tokens * chance * (1 - chance))
+    # So many standard deviations from the mean nothing is left of a binomial distribution; 40 where the mean is small.
+    low, high = max(0, math.floor(mean - 12 * deviation)), min(tokens, math.ceil(mean + 12 * deviation) + 40)
+    n = np.arange(low + 1, high + 1)
+    of_low = math.lgamma(tokens + 1) - math.lgamma(low + 1) - math.lgamma(tokens - low + 1)
+    of_low += low * math.log(chance) + (tokens - low) * math.log1p(-chance)
+    steps = np.log((tokens - n + 1) / n) + math.log(chance) - math.log1p(-chance)
+    more = np.cumsum(np.exp(of_low + np.cumsum(steps))[::-1])[::-1]  # than low, low + 1, … tokens
+    full = -(-low // tile)
+    return full + float(more[full * tile - low :: tile].sum())
 
 
 def of_groups(sizes: jax.Array, rows: int, tile: int, alignment: int) -> Visits:

@@ -48,6 +48,30 @@ def test_slurm_requeues_a_run_that_its_time_limit_stopped(ended, status, requeue
     assert others == (["scontrol requeue 7"] if requeued else [])
 
 
+@pytest.mark.parametrize(
+    ("ended", "status", "requeued"),
+    [
+        ('{"run": "out", "stopped": "SIGTERM"}', 0, True),
+        ('{"run": "out", "stopped": null}', 137, False),  # of a process that was lost
+        ("", 1, False),
+    ],
+)
+def test_slurm_goes_on_without_a_lost_process_until_the_run_ends(ended, status, requeued, programs, tmp_path):
+    srun = f'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=3 SLURM_NTASKS=8 SLURM_LOCALID=1 "$@"; exit {status}'
+    jaxlm = f"echo devices $JAX_LOCAL_DEVICE_IDS >> {tmp_path}/calls; echo '{ended}'"
+    environment = programs(srun=srun, jaxlm=jaxlm, scontrol="echo node-7; echo node-8")
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "node-[7-8]"}
+    command = ["bash", str(LAUNCH / "slurm_elastic.sh"), "a.toml", "out", "mesh.data=8", "data.text=a b"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == (0 if ended else status), done.stderr
+    _, srun, jaxlm, devices, *others = (tmp_path / "calls").read_text().splitlines()
+    assert srun.startswith("srun --no-kill --kill-on-bad-exit=0 --wait=0 --cpus-per-task=8 bash -c ")
+    given = "train a.toml --out out --json mesh.data=8 data.text=a b --elastic --process 3/8@node-7:9876"
+    assert (jaxlm, devices) == (f"jaxlm {given}", "devices 1")
+    assert others == (["scontrol requeue 7"] if requeued else [])
+    assert _parse(given.replace("a b", "ab").split()).elastic
+
+
 @pytest.mark.parametrize(("told", "status"), [(True, 143), (False, 0)])
 def test_a_pod_that_is_told_to_stop_saves_and_does_not_count_as_done(told, status, programs, tmp_path):
     worker = yaml.safe_load((LAUNCH / "gke.yaml").read_text())["spec"]["replicatedJobs"][0]

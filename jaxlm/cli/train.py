@@ -49,12 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="this process's place in a job of several, and the address of process 0 (set by Slurm, Open MPI and Cloud "
         "TPU themselves)",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="with --process: if another process is lost, start again with those that are left, on fewer mesh.data",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     from jaxlm import config
     from jaxlm.cli.run_bar import RunBar, exit_status
     from jaxlm.parallel.processes import ProcessSpec
+    from jaxlm.runs import elastic
+    from jaxlm.runs.job_folder import JobFolder
     from jaxlm.training.paths import RunPaths
     from jaxlm.training.profile import ProfiledSteps
 
@@ -65,6 +72,8 @@ def main(arguments: argparse.Namespace) -> int:
     process = None if arguments.process is None else ProcessSpec.parse(arguments.process)
     overrides = arguments.overrides if start_from is None else config.effective(arguments.overrides, configure)
     out = arguments.out or config.default_run(arguments.config, overrides, experiment, start_from)
+    if arguments.elastic:  # from here on in a child for each start of the job
+        process, experiment = elastic.supervised(process, experiment, JobFolder(out))
     display = RunBar(experiment.training.steps or 0, RunPaths(out), arguments.json)
     with output.ignoring_closed_output():
         ended = api.train(

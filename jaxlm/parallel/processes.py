@@ -33,6 +33,10 @@ _SHUTDOWN_TIMEOUT_S = 300
 _BARRIER_TIMEOUT_S = 7 * 24 * 3600
 # The number of processes, as set by Slurm and Open MPI.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+# Hosts of a coordinator that only processes of its own machine reach.
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+# The status of a process that ended because its job lost another.
+LOST = 75
 _TPU_FILES = ("/dev/accel", "/dev/vfio/")
 # Delay of process 0's exit, which aborts the others, so that they report the same error first.
 _EXIT_DELAY_S = 1
@@ -94,7 +98,7 @@ def join(spec: ProcessSpec | None) -> None:
             ) from None
         return
     host = spec.coordinator.rpartition(":")[0]
-    bind = spec.coordinator if host in ("127.0.0.1", "localhost", "[::1]") else None  # otherwise on every interface
+    bind = spec.coordinator if host in LOOPBACK else None  # otherwise on every interface
     if spec.index == 0:
         _check_free(spec.coordinator, host if bind else "")
     others = f"process {1 - spec.index}" if spec.count == 2 else f"the other {spec.count - 1} processes"
@@ -212,7 +216,8 @@ def barrier(name: str) -> None:
 
 @contextmanager
 def failing_as_one() -> Iterator[None]:
-    """Run a block in which an error exits this process at once, with status 2 for bad input and 1 otherwise.
+    """Run a block in which an error exits this process at once, with status 2 for bad input, LOST where another process
+    is lost, and 1 otherwise.
 
     An orderly exit would wait for the other processes, which notice the missing heartbeat. A failed collective means
     that another process is lost.
@@ -227,19 +232,29 @@ def failing_as_one() -> Iterator[None]:
             if is_first():
                 time.sleep(_EXIT_DELAY_S)
         finally:  # even if the streams are closed
-            os._exit(exit_status(error))
+            os._exit(LOST if _lost(error) else exit_status(error))
+
+
+def _lost(error: Exception) -> str:
+    """Return the message of an error that says that another process is lost; empty for others."""
+    native = _native(error)
+    return native if in_one_line(error) is None and _LOST.search(native) else ""
+
+
+def _native(error: Exception) -> str:
+    """Return the beginning of the message of an error of JAX; empty for others."""
+    import jax
+
+    return str(error).partition("\n")[0][:200] if isinstance(error, jax.errors.JaxRuntimeError) else ""
 
 
 def _say_why(error: Exception) -> None:
     """Print the error that ends this process of a job."""
-    import jax
-
     who = f"jaxlm: process {_state().process_id} of {process_count()}"
     remedy = "restart all processes to resume from the newest checkpoint"
-    native = str(error).partition("\n")[0][:200] if isinstance(error, jax.errors.JaxRuntimeError) else ""
     if line := in_one_line(error):
-        print(f"{who}: {line}; {remedy}" if native else f"{who}: {line}", file=sys.stderr)
-    elif _LOST.search(native):
+        print(f"{who}: {line}; {remedy}" if _native(error) else f"{who}: {line}", file=sys.stderr)
+    elif native := _lost(error):
         print(f"{who} lost another process ({native}); {remedy}", file=sys.stderr)
     else:
         traceback.print_exception(error)

@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ OUT_OF_TIME = int(signal.SIGALRM)
 _REPEATED = (signal.SIGALRM, signal.SIGHUP)
 # Time for the main thread to notice a signal: inside a compiler it does not.
 _NOTICE_S = 2.0
+# A signal that follows the first within this time is the same request: a launcher, or a terminal, tells a process and
+# its parent, which passes it on.
+_SAME_REQUEST_S = 0.25
 # The shortest timer: 0 would disable it.
 _SOON_S = 0.01
 # The longest timer that every system accepts.
@@ -116,14 +120,16 @@ class StopRequest:
             self._unraisable_before(dropped)
 
     def _watch(self) -> None:
-        first_signal = 0
+        first_signal, heard = 0, 0.0
         while True:
             if select.select([self._read], [], [], _NOTICE_S if first_signal else None)[0]:
                 number = int.from_bytes(os.read(self._read, 1))
                 if not number:  # the context ended
                     return
                 if number in self._before:
-                    if first_signal and number not in _REPEATED:
+                    now = time.monotonic()
+                    heard = heard if first_signal else now
+                    if first_signal and number not in _REPEATED and now - heard > _SAME_REQUEST_S:
                         os._exit(128 + number)
                     first_signal = self._signal = first_signal or number
             elif not self._noting and not self._noticed:

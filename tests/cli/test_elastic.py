@@ -1,7 +1,11 @@
 """Processes that are killed at random moments: no more steps are repeated than lie between two copies in memory."""
 
+import os
 import random
 import shutil
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +23,9 @@ NO_CHECKPOINTS = "checkpoint.every=100000", "evaluation.every=100000"
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elastic")
-    return runs.write_config(folder, "training.batch=12", f"training.steps={STEPS}", "model.num_layers=1")
+    return runs.write_config(
+        folder, "training.batch=12", "training.dropout=0", f"training.steps={STEPS}", "model.num_layers=1"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +63,72 @@ def test_a_killed_run_goes_on_from_memory_with_the_same_losses(config, whole, me
     assert reached - second["from_step"] <= EVERY and second["from_step"] % EVERY == 0
     assert_close(losses(run), whole)
     assert not list((tmp_path / "memory").glob("jaxlm-*/*"))  # a checkpoint has the last step
+
+
+# A lost process is missed sooner than after 30 s, and not awaited as long.
+HASTY = """
+from jaxlm.parallel import processes
+from jaxlm.runs import elastic
+processes._HEARTBEAT_TIMEOUT_S = elastic._SETTLE_S = 10
+"""
+
+
+def children_of(process):
+    """Return the numbers of the processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def start_elastic(config, run, *overrides):
+    """Start the three processes of a job, of one device each."""
+    port = runs.free_port()
+    return [
+        runs.start(
+            *(config, run, "mesh.data=3", *NO_CHECKPOINTS, *overrides, "--elastic"),
+            *("--process", f"{i}/3@127.0.0.1:{port}"),
+            before=HASTY,
+        )
+        for i in range(3)
+    ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("whole_host", [False, True])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_others_go_on_without_a_lost_process(lost, whole_host, config, whole, memory, tmp_path):
+    """The parent of the process that is lost is killed with it, as by its host, or not."""
+    run = tmp_path / "run"
+    job = start_elastic(config, run, *memory)
+    runs.wait_for_step(job[0], run, random.randint(EVERY, STEPS - 20))
+    (child,) = children_of(job[lost])
+    if whole_host:
+        job[lost].kill()
+    os.kill(child, signal.SIGKILL)
+    reached, began = max(losses(run)), time.monotonic()
+    said = {i: process.communicate(timeout=300)[1] for i, process in enumerate(job)}
+    assert [process.returncode for process in job] == [
+        (-9 if whole_host else 137) if i == lost else 0 for i in (0, 1, 2)
+    ]
+    assert "jaxlm: going on with 2 of 3 processes, with mesh.data = 2" in said[1 if lost == 0 else 0]
+    first, second = rows(run, "goodput.jsonl")
+    assert 0 <= max(reached, first["to_step"]) - second["from_step"] <= EVERY + 1  # a step may be recorded meanwhile
+    assert second["from_step"] > 0
+    assert_close(losses(run), whole)
+    assert [row["config"]["mesh"]["data"] for row in rows(run, "history.jsonl")] == [3, 2]
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.exhaustive
+def test_a_signal_to_one_parent_stops_the_job_with_a_checkpoint(config, whole, memory, tmp_path):
+    run = tmp_path / "run"
+    job = start_elastic(config, run, *memory, "training.steps=100000")
+    runs.wait_for_step(job[0], run, EVERY)
+    (child,) = children_of(job[1])
+    job[1].send_signal(signal.SIGTERM)
+    os.kill(child, signal.SIGTERM)  # a launcher tells all of its processes
+    for process in job:
+        runs.finish(process)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [str(max(losses(run)))]
+    assert not list((tmp_path / "memory").glob("jaxlm-*/*"))
 
 
 # Each process has a folder of its own in place of a host's memory, and a lost one is missed sooner than after 30 s.

@@ -311,6 +311,11 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
         )
     if layout.over(TRAIN.over("layers")) > 1:
         _check_stages(experiment)
+    if training.local_sgd is not None and devices is not None and layout.over(TRAIN.replicas) == 1:
+        raise InputError(
+            f"training.local_sgd trains a replica for each shard of {layout_choice.describe_axes(TRAIN.replicas)}, and "
+            "there is 1: set it to the number of slices, for example, or leave training.local_sgd out"
+        )
     over = _several(TRAIN.over("sequence"), layout)
     chunks = 2 * layout.over(over)  # `jaxlm.parallel.columns`
     if chunks > 2 and training.sequence % chunks:
@@ -326,9 +331,22 @@ def _several(mesh_axes: Sequence[str], layout: Layout) -> tuple[str, ...]:
     return tuple(axis for axis in mesh_axes if layout[axis] > 1)
 
 
+def _check_local_sgd(experiment: Experiment) -> None:
+    """Raise InputError for what replicas that train by themselves do not do."""
+    if experiment.training.ema_decay is not None:
+        raise InputError(
+            "training.ema_decay averages the parameters of each step, of which training.local_sgd has several: leave "
+            "either out"
+        )
+    if experiment.records.norms_every is not None:
+        raise InputError("records.norms_every looks at one model, and training.local_sgd trains several: leave it out")
+
+
 def _check_stages(experiment: Experiment) -> None:
     """Raise InputError for what a step does not do on the stages of a pipeline."""
     (axis,) = TRAIN.over("layers")
+    if experiment.training.local_sgd is not None:
+        raise InputError(f"training.local_sgd is of whole models: leave it out, or set mesh.{axis} to 1")
     if experiment.dpo is not None:
         raise InputError(f"mesh.{axis} carries text alone, and [dpo] compares answers: set it to 1")
     if experiment.records.norms_every is not None:
@@ -405,6 +423,8 @@ def _check(experiment: Experiment, kind: Kind) -> None:
         )
     if kind == "train":
         check_layout(experiment, experiment.mesh.least())
+        if training.local_sgd is not None:
+            _check_local_sgd(experiment)
 
 
 def _check_context(experiment: Experiment) -> None:

@@ -219,6 +219,10 @@ def _show(plan: "Plan") -> None:
     )
     bracket = f"{units.seconds(time.low)} to {units.seconds(time.upper_bound)}"
     table.add("time, expected", f"{units.seconds(time.expected)} a step, within {bracket}")
+    if outer := row.get("outer_step"):
+        sent, took = units.size(outer["bytes"]), units.seconds(outer["time_s"])
+        every = f"every {outer['period']:,} steps {outer['replicas']} replicas sum {sent} each"
+        table.add("outer step", f"{every}, {took} at published rates")
     reasons = [str(reason) for reason in time.reasons[:_REASONS] if reason.share >= 0.005]
     table.add("gap to the peak", f"{', '.join(reasons)} of the expected time" if reasons else "none")
     each = plan.tokens_per_s / plan.target.devices

@@ -10,9 +10,11 @@ from jaxlm.costs.counted.cache import kv_bytes_per_token, kv_cache, page_layout
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, active_share, expert_rows, flops
 from jaxlm.costs.counted.memory import Memory
+from jaxlm.costs.counted.traffic import OUTER, collectives
 from jaxlm.costs.draft_steps import draft_reading
 from jaxlm.costs.hardware.chip_changes import given_figures
 from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.layer_loops import LayerChoice, choose
 from jaxlm.costs.napkin import Napkin, napkin
@@ -143,13 +145,26 @@ class Plan:
     def _of_its_kind(self) -> dict[str, Any]:
         match self.work.kind:
             case "train":
-                run = {"steps": self.work.steps, "run_s": self.run_s, "usd_per_run": self.usd_per_run}
+                run = self._of_local_sgd() | {
+                    "steps": self.work.steps,
+                    "run_s": self.run_s,
+                    "usd_per_run": self.usd_per_run,
+                }
                 return {"layers": self.layers and self.layers.row(), **run}
             case "prefill":
                 return {"time_to_first_token_s": self.time.expected, **self._of_the_engine()}
             case _:
                 per_token = self.time.expected / self.work.tokens_per_sequence
                 return {"time_per_token_s": per_token, **self._of_the_engine(), **speculation_row(self.work)}
+
+    def _of_local_sgd(self) -> dict[str, Any]:
+        """Return the step of the outer optimizer as JSON, under `outer_step`; empty without `local_sgd`."""
+        if self.work.local_sgd is None:
+            return {}
+        sent = sum(each.bytes for each in collectives(self.work) if each.of == OUTER)
+        took = Network(self.target, self.work.layout).seconds("all-reduce", sent, self.work.rules.replicas)
+        row = {"period": self.work.local_sgd.period, "replicas": self.work.replicas, "bytes": sent, "time_s": took}
+        return {"outer_step": row}
 
     def _of_the_engine(self) -> dict[str, Any]:
         all_steps = [work.engine_steps for work in self.work.without_drafts().by_step_shape()]

@@ -26,7 +26,7 @@ def layouts(work: Workload, devices: int, slices: int = 1) -> Iterator[Layout]:
     sizes = divided_by_mesh(work.model)
 
     def fits(layout: Layout) -> bool:
-        if not can_cross(layout, slices):
+        if not can_cross(layout, slices) or (work.local_sgd and layout.over(work.rules.replicas) == 1):
             return False
         rows = layout.over(work.rules.over("batch"))
         if layout.over([axis for name in ("layers", "sequence") for axis in work.rules.over(name)]) > 1:

@@ -31,7 +31,14 @@ from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, together
-from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, NextTokenConfig, ObjectiveConfig, OptimizerConfig
+from jaxlm.training.config import (
+    AdamWConfig,
+    ConstantScheduleConfig,
+    LocalSGDConfig,
+    NextTokenConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+)
 from jaxlm.training.groups import frozen
 from kernels_pallas.paged_attention.costs import FEW_QUERIES, SectionReads
 
@@ -54,10 +61,11 @@ class Workload:
       platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
         (`kernels_pallas.flash_attention.causal_chunks`).
       device_kind: JAX's name of the chip's devices, by which attention's kernel is chosen; None: any of the platform.
-      optimizer, lora, objective, microbatches, steps, dropout, average: in training alone. `objective`: that of text.
-        `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of the run, None
-        where they follow from text that is not read.
-        `dropout`: whether numbers are dropped. `average`: whether an average of the parameters is kept beside them.
+      optimizer, lora, objective, microbatches, steps, dropout, average, local_sgd: in training alone. `objective`:
+        that of text. `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of
+        the run, None where they follow from text that is not read. `dropout`: whether numbers are dropped. `average`:
+        whether an average of the parameters is kept beside them. `local_sgd`: of replicas that train by themselves,
+        None where they sum gradients.
       page, chunk_tokens, cache_dtype, steps_per_dispatch, engine_steps, is_padded: in inference alone, the fourth as
         `EngineSettings` has it but for an engine that is warm. `page`: tokens of a page.
         `chunk_tokens`: the most rows of prompts in a step, on each shard. `cache_dtype`: of pages of eight bits.
@@ -84,6 +92,7 @@ class Workload:
     steps: int | None = 1
     dropout: bool = False
     average: bool = False
+    local_sgd: LocalSGDConfig | None = None
     page: int = EngineSettings.page
     chunk_tokens: int = EngineSettings.chunk_tokens
     cache_dtype: CacheDtype | None = None
@@ -129,6 +138,7 @@ class Workload:
             steps=training.steps,
             dropout=training.dropout > 0,
             average=training.ema_decay is not None,
+            local_sgd=training.local_sgd,
         )
         work.frozen  # noqa: B018, refuses patterns before anything is counted
         return work
@@ -186,6 +196,17 @@ class Workload:
             return self
         shards = self.layout.over((first, *others))
         return replace(self, layout=self.layout.replace(**dict.fromkeys(others, 1), **{first: shards}))
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model on a mesh, each with a share of the batch."""
+        return self.layout.over(self.rules.replicas)
+
+    @memoized
+    def of_one_replica(self) -> "Workload":
+        """Return the step that each replica of `local_sgd` runs by itself."""
+        alone = self.layout.replace(**dict.fromkeys(self.rules.replicas, 1))
+        return replace(self, batch=self.batch // self.replicas, layout=alone, local_sgd=None)
 
     def __str__(self) -> str:
         pages = f", keys and values in {self.cache_dtype}" if self.cache_dtype else ""

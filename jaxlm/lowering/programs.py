@@ -60,7 +60,7 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> MeshProgram:
-    steps = TrainStep.of(experiment)
+    steps = TrainStep.of(experiment, mesh)
     state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
     shape = experiment.training.batch, experiment.training.sequence
     batch = {name: _placed(name, shape, jnp.int32, mesh) for name in PER_TOKEN}

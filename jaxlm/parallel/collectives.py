@@ -172,7 +172,8 @@ def _like(
 def summed_over_parts(x: jax.Array) -> jax.Array:
     """Return the sum of an array over the parts of the `summed_over_replicas` around; for what has no gradient."""
     mesh = mesh_around()
-    return x if mesh.empty or not mesh.manual_axes else jax.lax.psum(x, mesh.manual_axes)
+    parts = () if mesh.empty else tuple(axis for axis in rules_around().replicas if axis in mesh.manual_axes)
+    return jax.lax.psum(x, parts) if parts else x
 
 
 def map_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, *axes: str | None) -> jax.Array:
@@ -188,11 +189,12 @@ def map_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, *axes: s
     layouts = [PartitionSpec(*entries)]
     # One mesh axis after the other moves to the first dimension: each is one all-to-all (over an axis that shards
     # none of them a slice, and an all-gather back). Asked for at once, the partitioner replicates the array on its way.
-    for axis in reversed(mesh.axis_names):
+    names = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    for axis in reversed(names):
         first, *others = ((entry,) if isinstance(entry, str) else (entry or ()) for entry in entries)
         entries = [(*(a for a in first if a != axis), axis), *(tuple(a for a in e if a != axis) for e in others)]
         layouts.append(PartitionSpec(*entries))
-    padding = [(0, -len(x) % mesh.size)] + [(0, 0)] * (x.ndim - 1)
+    padding = [(0, -len(x) % Layout({name: mesh.shape[name] for name in names}).size)] + [(0, 0)] * (x.ndim - 1)
     y = jnp.pad(x, padding)
     for layout in layouts:
         y = jax.lax.with_sharding_constraint(y, layout)

@@ -114,6 +114,12 @@ class Rules:
         absent = {axis for axis in self._parameters if axis not in axes}
         return frozenset(absent | {f"act_{axis}" for axis in absent})
 
+    def without_mesh_axes(self, mesh_axes: Iterable[str]) -> "Rules":
+        """Return the rules in which these mesh axes shard nothing."""
+        gone = frozenset(mesh_axes)
+        over = {axis: _without(names, gone) for axis, names in self.mesh_axes.items()}
+        return Rules(MappingProxyType(over), self.may_stay_whole, self.instead)
+
     @cached_property
     def replicas(self) -> tuple[str, ...]:
         """The mesh axes that shard the batch alone: each of their devices has a copy of the model, and gradients are

@@ -55,12 +55,12 @@ def architecture(before: RunConfig, now: RunConfig) -> list[Change]:
 
 def bound(before: RunConfig, now: RunConfig) -> list[Change]:
     """Return the changes that no checkpoint can be continued with: of the architecture, the optimizer's kind, the
-    shapes of adapters, or an average of the weights that begins or ends in the middle."""
+    shapes of adapters, or an average of the weights or replicas (`local_sgd`) that begin or end in the middle."""
     others = [
         change
         for change in changed_keys(before, now)
         if change.key in ("optimizer.kind", "lora", "lora.rank", "lora.targets")
-        or (change.key == "training.ema_decay" and None in change[1:])
+        or (change.key in ("training.ema_decay", "training.local_sgd") and None in change[1:])
     ]
     return architecture(before, now) + others
 

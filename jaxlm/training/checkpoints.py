@@ -24,7 +24,7 @@ from jaxlm.parallel.processes import first_process_first, is_first
 from jaxlm.training import manifests
 from jaxlm.training.manifests import LOSS
 from jaxlm.training.paths import written_apart
-from jaxlm.training.step import TrainState
+from jaxlm.training.state import TrainState
 
 # The folder that Orbax writes to before it renames it to the step.
 _IN_PROGRESS = "*.orbax-checkpoint-tmp*"
@@ -58,8 +58,8 @@ class Gone(RunFailed):
 class Checkpoints:
     """A writer of the checkpoints of one run. Close it, or use it as a context, to complete the last one.
 
-    Each step has a folder with `parameters`, `average` if the state has one, and `rest` (the other fields of
-    `TrainState`), keyed by tree path.
+    Each step has a folder with `parameters`, `average` and `local` if the state has them, and `rest` (the other fields
+    of `TrainState`), keyed by tree path.
     """
 
     def __init__(self, directory: Path, keep: int, size: int = 0):
@@ -195,14 +195,22 @@ def bytes_of(state: TrainState) -> int:
 
 def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
     """Return the training state of a step, laid out as `like`: `jax.ShapeDtypeStruct`s with shardings on any mesh. It
-    has neither base nor working copy."""
+    has neither base nor working copy. Raises InputError where it is of another number of replicas (`local`)."""
+    if like.local is not None and (folder := directory / str(step) / "local").is_dir():
+        stored, name = paths(_metadata(folder)["parameters"]), next(iter(paths(like.parameters)))
+        found, wanted = stored[name].shape[0], paths(like.local.parameters)[name].shape[0]
+        if found != wanted:
+            raise InputError(
+                f"checkpoint {step} of {directory} is of {found} replicas of training.local_sgd, and the mesh has "
+                f"{wanted}: set mesh.data={found}"
+            )
     return state_of(_restore(directory, step, as_stored=False, **items_of(like)))
 
 
 def state_of(items: dict[str, Any]) -> TrainState:
     """Return the state of the items of a checkpoint, with neither base nor working copy."""
     parts = dict(items)
-    return TrainState(**parts.pop("rest"), **{"average": None, "base": {}, "working": None, **parts})
+    return TrainState(**parts.pop("rest"), **{"average": None, "local": None, "base": {}, "working": None, **parts})
 
 
 def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False, as_stored: bool = False) -> Tree:
@@ -226,7 +234,7 @@ def items_of(state: TrainState) -> dict[str, Any]:
     working copy."""
     parts = state._asdict()
     del parts["base"], parts["working"]
-    items = {name: parts.pop(name) for name in ("parameters", "average")}
+    items = {name: parts.pop(name) for name in ("parameters", "average", "local")}
     return {name: tree for name, tree in items.items() if tree is not None} | {"rest": parts}
 
 
@@ -238,10 +246,15 @@ def _to_save(item: Any) -> ocp.args.PyTreeSave:
     return ocp.args.PyTreeSave(item, chunks, ocdbt_target_data_file_size=max(_FILE_BYTES, size // _FILES))
 
 
+def _metadata(folder: Path) -> Any:
+    """Return the tree of an item of a checkpoint, with the shape and dtype of each array."""
+    with ocp.StandardCheckpointer() as reader:
+        return reader.metadata(folder.absolute()).item_metadata.tree
+
+
 def _with_dtypes(folder: Path, like: Tree) -> Tree:
     """Return `like` in the dtypes of an item of a checkpoint. What is not there stays, for a restore to refuse."""
-    with ocp.StandardCheckpointer() as reader:
-        stored = paths(reader.metadata(folder.absolute()).item_metadata.tree)
+    stored = paths(_metadata(folder))
 
     def as_stored(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return leaf.update(dtype=stored[path].dtype) if path in stored else leaf

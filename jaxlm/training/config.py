@@ -13,6 +13,18 @@ from jaxlm.models.lora_config import LoraConfig
 DEFAULT_STEPS = 1000
 
 
+class LocalSGDConfig(Section):
+    """Replicas that train by themselves, one for each shard of `mesh.data`, with an outer optimizer over them (DiLoCo,
+    Douillard et al. 2023, arXiv:2311.08105, algorithm 1). What is evaluated and exported are the outer parameters."""
+
+    period: Count = 500
+    """Steps of each replica between steps of the outer optimizer, of which one more comes after the last step."""
+    outer_learning_rate: Positive = 0.7
+    """Multiplies the outer optimizer's steps."""
+    outer_momentum: BelowOne = 0.9
+    """Decay of the outer optimizer's momentum, which is Nesterov's."""
+
+
 class TrainingConfig(Section):
     """The optimizer's steps and what each of them learns from."""
 
@@ -37,6 +49,8 @@ class TrainingConfig(Section):
     arXiv:2204.02311, section 5: 1e-4). The losses reported are without it."""
     ema_decay: Annotated[BelowOne, Field(gt=0.0)] | None = None
     """Decay per step of an exponential moving average of the parameters, which is kept if this is set."""
+    local_sgd: LocalSGDConfig | None = None
+    """Replicas over a slow network that exchange parameters now and then, in place of gradients in each step."""
     log_every: Count = 10
     """Steps between lines of metrics."""
     max_skipped_in_a_row: Count = 10

@@ -32,7 +32,8 @@ from jaxlm.training.memory_copies import MemoryCopies
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
-from jaxlm.training.step import TrainPrograms, TrainState, TrainStep
+from jaxlm.training.state import TrainState
+from jaxlm.training.step import TrainPrograms, TrainStep
 
 # Metrics of a step that a line of metrics.jsonl names otherwise, or not; all others it has.
 _NAMED = frozenset(("loss", "grad_norm", "learning_rate", "tokens", "learned_tokens", "skipped", "skipped_in_a_row"))
@@ -103,7 +104,7 @@ class Trainer:
         one_document = all(rows.is_one_document for rows, _ in self._rows)
         if one_document:
             start.display.say("each row is a piece of one document: attention's mask is known before tracing")
-        self._step = TrainStep.of(settings, one_document)
+        self._step = TrainStep.of(settings, mesh, one_document)
         self._programs = self._step.jitted(mesh)
 
         self._shapes = jax.eval_shape(self._step.init)._replace(base={}, working=None)
@@ -226,6 +227,8 @@ class Trainer:
                 with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                     state, metrics = programs.train(state, batch)
                 step += 1
+                if self._moves_outer(step):
+                    state = programs.outer(state)
                 self._propose()
                 # The next batch travels while this step runs; only then is the step before it looked at.
                 batch = self._next_batch(batches, running=metrics["loss"])
@@ -261,6 +264,8 @@ class Trainer:
                 train=self._programs.train.lower(state, batch).compile(),
                 evaluate=self._programs.evaluate.lower(joined(state.parameters, state.base), batch).compile(),
             )
+            if self._training.local_sgd is not None:
+                compiled = compiled._replace(outer=compiled.outer.lower(state).compile())
             if self._norms_every:
                 compiled = compiled._replace(norms=compiled.norms.lower(state, batch).compile())
             barrier("compiled")
@@ -321,6 +326,11 @@ class Trainer:
                 f"the loss or gradient of steps {step - in_a_row + 1} to {step} was not finite, and their updates were "
                 f"skipped; lower optimizer.learning_rate or optimizer.clip_norm{wider}"
             )
+
+    def _moves_outer(self, step: int) -> bool:
+        """Return whether replicas meet after a step: after each period, and after the last step."""
+        settings = self._training.local_sgd
+        return settings is not None and (step >= self._last or step % settings.period == 0)
 
     def _evaluates_at(self, step: int) -> bool:
         return step >= self._last or step % self._evaluation.every == 0

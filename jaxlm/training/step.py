@@ -29,7 +29,7 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import constrain, replicated
 from jaxlm.parallel.pipeline import stages_around
 from jaxlm.parallel.rules import TRAIN
-from jaxlm.training import balancing
+from jaxlm.training import balancing, local_sgd
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import (
     DPOConfig,
@@ -51,24 +51,8 @@ from jaxlm.training.objectives import (
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
 from jaxlm.training.schedules import schedule
 from jaxlm.training.staged import StagedModel
+from jaxlm.training.state import TrainState
 from kernels_pallas.core import target
-
-
-class TrainState(NamedTuple):
-    """Everything that a resumed run needs; the position in the data is `step`."""
-
-    step: jax.Array  # batches consumed, int32
-    parameters: Tree  # those that train, float32
-    # The parameters in the dtype of the computation, which the update rounds in its own pass; None where that dtype is
-    # float32. No checkpoint holds it.
-    working: Tree | None
-    optimizer: optax.OptState
-    skipped: jax.Array  # steps whose update was not finite, int32
-    skipped_in_a_row: jax.Array
-    average: Tree | None  # of the parameters, float32; None without `training.ema_decay`
-    # What adapters adapt and what is beside it, in the dtype of the computation or quantised: it stays, and no
-    # checkpoint holds it.
-    base: Tree
 
 
 class _Scales(NamedTuple):
@@ -88,7 +72,7 @@ class TrainStep:
     The objective is that of text unless `dpo` is given. With `lora`, adapters alone are trained, and are the
     `parameters` of the state. Under microbatches the loss is still the sum over the whole batch, divided by what the
     objective counts in it. `one_document` promises that each row of the batches to train on is a piece of one document,
-    so that attention's mask is known while tracing.
+    so that attention's mask is known while tracing. `replicas`: those of `training.local_sgd`, where it is set.
 
     Raises InputError where a pattern of `optimizer.groups` or `lora.targets` decides nothing.
     """
@@ -101,13 +85,14 @@ class TrainStep:
     lora: LoraConfig | None = None
     of_text: ObjectiveConfig = NextTokenConfig()
     one_document: bool = False
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _ = self._transform, self._mask_frozen  # which check the patterns
 
     @classmethod
-    def of(cls, settings: RunConfig, one_document: bool = False) -> "TrainStep":
-        """Return the step of a run with these settings, on rows that are one document each or not."""
+    def of(cls, settings: RunConfig, mesh: Mesh | None = None, one_document: bool = False) -> "TrainStep":
+        """Return the step of a run with these settings on a mesh, on rows that are one document each or not."""
         return cls(
             settings.model,
             settings.execution,
@@ -117,6 +102,7 @@ class TrainStep:
             settings.lora,
             settings.objective,
             one_document,
+            1 if mesh is None else Layout(mesh.shape).over(TRAIN.replicas),
         )
 
     def init(self) -> TrainState:
@@ -131,7 +117,8 @@ class TrainStep:
 
     def resume(self, state: TrainState) -> TrainState:
         """Return a state that was restored from a checkpoint, with its working copy."""
-        return state._replace(working=self._working(state.parameters))
+        own = state.parameters if state.local is None else state.local.parameters
+        return state._replace(working=self._working(own))
 
     def loss_sums(
         self,
@@ -168,6 +155,8 @@ class TrainStep:
         """Return the means of the objective's terms and of statistics, the float32 gradients of the objective, and the
         number of targets."""
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
+        if self._has_replicas:
+            key = jax.random.fold_in(key, local_sgd.replica_index())
         targets = jnp.sum(batch["segments"] > 0)
         counted, tokens = (
             jnp.maximum(n, 1).astype(jnp.float32)
@@ -193,12 +182,32 @@ class TrainStep:
         without padding), `learned_tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also
         `z_loss`, the mean term that was added to the loss, and what layers and other objectives return
         (`jaxlm.models.rows.Auxiliary`).
+
+        Under `training.local_sgd` each replica moves by the mean of its own rows. Metrics are of all rows, `grad_norm`
+        the mean of the replicas', and a step that is not finite on one of them is skipped on all.
         """
+        if not self._has_replicas:
+            return self._next(state, batch)
+        return local_sgd.train(self._next, state, batch)
+
+    def outer(self, state: TrainState) -> TrainState:
+        """Return the state after a step of the outer optimizer of `training.local_sgd`, from whose parameters all
+        replicas go on."""
+        settings = self.training.local_sgd
+        outer, momentum = local_sgd.moved(settings, self.optimizer, self._tree, state.parameters, state.local)
+        local = local_sgd.LocalState(local_sgd.stacked(outer, self.replicas), momentum)
+        return self.resume(state._replace(parameters=outer, local=local))
+
+    def _next(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         with self._as_executed():
             terms, grads, targets = self.gradients(state, batch)
             grads = self._mask_frozen(grads)
             grad_norm = optax.tree.norm(grads)
-            finite = jnp.isfinite(terms.losses["loss"]) & jnp.isfinite(grad_norm)
+            tokens = {"tokens": jnp.sum(batch["segments"] != 0), "learned_tokens": targets}
+            measured = {**terms.losses, **terms.statistics, "grad_norm": grad_norm}
+            if self._has_replicas:
+                measured, tokens = local_sgd.metrics(measured, tokens, self.objective.count(batch))
+            finite = jnp.isfinite(measured["loss"]) & jnp.isfinite(measured["grad_norm"])
 
             kept = state.parameters, state.optimizer, state.average
 
@@ -231,12 +240,9 @@ class TrainStep:
                 base=state.base,
             )
             return next_state, {
-                **terms.losses,
-                **terms.statistics,
-                "grad_norm": grad_norm,
+                **measured,
+                **tokens,
                 "learning_rate": self._learning_rate(state.step - state.skipped),
-                "tokens": jnp.sum(batch["segments"] != 0),
-                "learned_tokens": targets,
                 "skipped": next_state.skipped,
                 "skipped_in_a_row": next_state.skipped_in_a_row,
             }
@@ -285,20 +291,24 @@ class TrainStep:
     def shardings(self, mesh: Mesh) -> TrainState:
         """Return the sharding of each array of the state."""
         whole, like_parameters = replicated(mesh), model_tree.shardings(self._tree, mesh)
+        own, moments = like_parameters, state_shardings(self._transform, self._tree, mesh)
+        if self._has_replicas:
+            own, moments = (local_sgd.stacked_shardings(each, mesh) for each in (own, moments))
         return TrainState(
             step=whole,
             parameters=like_parameters,
-            working=like_parameters if self._has_working_copy else None,
-            optimizer=state_shardings(self._transform, self._tree, mesh),
+            working=own if self._has_working_copy else None,
+            optimizer=moments,
             skipped=whole,
             skipped_in_a_row=whole,
             average=None if self.training.ema_decay is None else like_parameters,
             base=model_tree.shardings(self._base_tree, mesh),
+            local=local_sgd.LocalState(own, like_parameters) if self._has_replicas else None,
         )
 
     def jitted(self, mesh: Mesh) -> "TrainPrograms":
         """Return the functions jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `begin`,
-        `resume` and `train` consume their first argument: its buffers are donated.
+        `resume`, `outer` and `train` consume their first argument: its buffers are donated.
 
         Raises InputError for compiler options that XLA refuses for these devices.
         """
@@ -311,6 +321,7 @@ class TrainStep:
             init=jax.jit(self.init, out_shardings=state),
             begin=jax.jit(self.begin, donate_argnums=0, out_shardings=state),
             resume=jax.jit(self.resume, donate_argnums=0, out_shardings=state),
+            outer=jax.jit(self.outer, donate_argnums=0, out_shardings=state, compiler_options=options),
             train=jax.jit(self.train, donate_argnums=0, out_shardings=(state, whole), compiler_options=options),
             evaluate=jax.jit(self.evaluate, out_shardings=whole, compiler_options=options),
             preference_logprobs=jax.jit(self.preference_logprobs, out_shardings=whole, compiler_options=options),
@@ -370,7 +381,15 @@ class TrainStep:
         zero = jnp.zeros((), jnp.int32)
         average = None if self.training.ema_decay is None else parameters
         moments = self._transform.init(parameters)
-        return TrainState(zero, parameters, self._working(parameters), moments, zero, zero, average, base)
+        if not self._has_replicas:
+            return TrainState(zero, parameters, self._working(parameters), moments, zero, zero, average, base)
+        own, moments = (local_sgd.stacked(each, self.replicas) for each in (parameters, moments))
+        local = local_sgd.LocalState(own, jax.tree.map(jnp.zeros_like, parameters))
+        return TrainState(zero, parameters, self._working(own), moments, zero, zero, average, base, local)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return self.training.local_sgd is not None
 
     def _stacked(self, gradients: Tree) -> Tree:
         """Return the gradients, those of all layers together in one array each.
@@ -465,6 +484,7 @@ class TrainPrograms(NamedTuple):
     init: Callable[[], TrainState]
     begin: Callable[[Tree], TrainState]
     resume: Callable[[TrainState], TrainState]
+    outer: Callable[[TrainState], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
     preference_logprobs: Callable[[Tree, Batch], jax.Array]

@@ -58,12 +58,20 @@ def test_a_resolved_file_holds_every_key():
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
     # None cannot be written.
     records = {"records.wandb_project", "records.norms_every"}
-    records |= {f"inference.{name}" for name in ("cache_dtype", "cache_memory", "context", "speculate")}
+    records |= {
+        f"inference.{name}" for name in ("cache_dtype", "cache_memory", "context", "speculate", "steps_per_dispatch")
+    }
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
     kinds = ("chat", "preferences", "chat_template", "validation")
     data = {f"data.{name}" for name in ("documents", "if_missing", "held_out", *kinds)}
-    assert missing == model | data | {"training.ema_decay", "training.epochs", "dpo", "lora"} | records
+    assert (
+        missing
+        == model
+        | data
+        | {"training.ema_decay", "training.epochs", "training.local_sgd", "checkpoint.memory_every", "dpo", "lora"}
+        | records
+    )
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

@@ -29,11 +29,12 @@ class Memory(NamedTuple):
     `parameters`: the float32 masters, the copies in the dtype of the computation, and matrices gathered over `fsdp`;
     parameters that adapters leave untrained, and all parameters in inference, have that copy alone, or are quantised.
     `gradients`: the layers' gradients in the dtype of the computation, whole gradients that wait to be reduced over
-    `fsdp`, and the float32 sums of microbatches. `optimizer`: the optimizer's state, and the average of the parameters
-    if one is kept. `activations`: what layers keep for the backward pass, and the working memory of one layer.
-    `logits`: float32 logits with their gradient, or the gradient alone; in inference the logits and the normalised
-    residual before the unembedding, and the copies of logits that a draw works on. `kv_cache`: the pages of the engine.
-    `slots`: the state of the engine's slots, most of it counts of each sequence's tokens.
+    `fsdp`, and the float32 sums of microbatches. `optimizer`: the optimizer's state, the average of the parameters if
+    one is kept, and the outer parameters and momentum of local SGD. `activations`: what layers keep for the backward
+    pass, and the working memory of one layer. `logits`: float32 logits with their gradient, or the gradient alone; in
+    inference the logits and the normalised residual before the unembedding, and the copies of logits that a draw works
+    on. `kv_cache`: the pages of the engine. `slots`: the state of the engine's slots, most of it counts of each
+    sequence's tokens.
     """
 
     parameters: int
@@ -79,7 +80,8 @@ def trained(work: Workload) -> Memory:
     """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
     parameters that are not frozen."""
     numbers, itemsize = _numbers(work), work.itemsize
-    state = operations.optimizer_bytes(work) + (4 * numbers.trainable if work.average else 0)
+    beside = 4 * work.average + 8 * (work.local_sgd is not None)  # outer parameters, and their momentum
+    state = operations.optimizer_bytes(work) + beside * numbers.trainable
     weights = 4 * numbers.trainable + itemsize * numbers.base + numbers.quantized_bytes + _working(work)
     gradients = numbers.of_gradients * itemsize + _sums(work, numbers.of_gradients)
     return Memory(weights, gradients, state, 0, 0, 0)

@@ -112,6 +112,8 @@ def step(work: Workload) -> list[Operation]:
 
 def without_copies(work: Workload) -> list[Operation]:
     """Return the operations of a `step` except the copies of loops over layers, which have no FLOPs."""
+    if work.local_sgd is not None:
+        return without_copies(work.of_one_replica())
     if work.kind == "train":
         return [*_computed(work.representative()), *_optimizer(work.without_sizes())]
     return [op for each in work.by_step_shape() for op in (*_computed(each.representative()), *_draws(each))]

@@ -14,11 +14,12 @@ from jaxlm.costs.workload import Workload
 from jaxlm.models.doors.cost import Statistics
 from jaxlm.parallel.rules import together
 
+OUTER = "outer step"  # that of the sum of parameters over replicas of local SGD
 DRAWS = "draws"  # the kind of array of collectives before and after a draw
 
 
 class Collective(NamedTuple):
-    """A collective that a step runs `times` times over mesh axes.
+    """A collective that a step runs `times` times over mesh axes, on average.
 
     `bytes`: the whole array on one device, which is the result of an all-gather and the operand of a reduce-scatter or
     an all-reduce. `of`: the kind of array, such as "residual" or "gradients", or the path of a table. `behind`: the
@@ -30,7 +31,7 @@ class Collective(NamedTuple):
 
     kind: str
     axes: tuple[str, ...]
-    times: int
+    times: float
     bytes: int
     of: str
     behind: Literal["forward", "backward"] | None = None
@@ -42,6 +43,8 @@ def collectives(work: Workload) -> list[Collective]:
     """Return all collectives of a step, except over axes of size 1; in inference those of all steps of the engine."""
     if work.layout.size == 1:
         return []
+    if work.local_sgd is not None:
+        return [*collectives(work.of_one_replica()), *_outer_step(work)]
     if work.kind != "train" and work.engine_steps is None:
         return [each for restricted in work.by_step_shape() for each in collectives(restricted)]
     return [*_collectives(work)]
@@ -204,6 +207,14 @@ def _sums(work: Workload) -> Iterator[Collective]:
     waits = int(work.microbatches > 1 or work.execution.scan_layers is not False)
     over = work.several(work.rules.replicas)
     yield Collective("all-reduce", over, 1, wide * stored, "gradients", "backward", waits, wide < 4)
+
+
+def _outer_step(work: Workload) -> Iterator[Collective]:
+    """Yield the sum of the parameters of all replicas of local SGD, once in each period. All that follows waits."""
+    leaves = work.parameters.items()
+    stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
+    over = work.several(work.rules.replicas)
+    yield Collective("all-reduce", over, 1 / work.local_sgd.period, 4 * stored, OUTER)
 
 
 def _optimizer(work: Workload) -> Iterator[Collective]:

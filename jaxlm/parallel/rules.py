@@ -78,7 +78,7 @@ class Rules:
             if axis in more and size % (shards * math.prod(layout[name] for name in more[axis])) == 0:
                 over = (*more[axis], *over)
             elif size % shards:
-                if axis in self.instead and not computing:
+                if axis is not None and axis in self.instead and not computing:
                     more[self.instead[axis]] = over
                 if axis in self.may_stay_whole or (axis is not None and axis.endswith(GROUPS)):
                     over = ()

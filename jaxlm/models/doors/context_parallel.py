@@ -150,11 +150,14 @@ def shared_attention(
     shards = shards_of("sequence", T)
     heads, kv_heads = N // shards_of("act_heads", N), K // shards_of("act_kv_heads", K)
     sizes = SharedSequence(shards, T // shards, heads, kv_heads, reach)
-    common = mesh_axes_of("sequence"), sizes, scale, soft_cap, kernels.deterministic(), kernels.implementation()
-    settings, intervals = _SharedSettings(*common), tuple(jnp.asarray(x, jnp.int32) for x in key_range)
+    settings = _SharedSettings(
+        mesh_axes_of("sequence"), sizes, scale, soft_cap, kernels.deterministic(), kernels.implementation()
+    )
+    intervals = [jnp.asarray(x, jnp.int32) for x in key_range]
     way = sizes.way(kernels.context_parallel())
     if way == "ring":
-        attended_BTNV, log_sum_exp_BTN = _ring(settings, query_BTNH, key_BTKH, value_BTKH, *intervals)
+        ring: Any = _ring
+        attended_BTNV, log_sum_exp_BTN = ring(settings, query_BTNH, key_BTKH, value_BTKH, *intervals)
         if sinks is None:
             return attended_BTNV
         share_BTN = jax.nn.sigmoid(log_sum_exp_BTN - sinks.astype(jnp.float32)[None, None])
@@ -165,9 +168,7 @@ def shared_attention(
     return on_each_device(functools.partial(function, settings), *arrays)
 
 
-def _by_gathering(
-    settings: _SharedSettings, query: Any, key: Any, value: Any, sinks: Any, *key_range: Any
-) -> jax.Array:
+def _by_gathering(settings: _SharedSettings, query: Any, key: Any, value: Any, sinks: Any, *key_range: Any) -> Any:
     """Return attention of a device's queries over all keys, which it gathers."""
 
     def gathered(x: jax.Array) -> jax.Array:
@@ -188,7 +189,7 @@ def _by_heads(settings: _SharedSettings, query: Any, key: Any, value: Any, sinks
     key, value = (in_column_order(x, shards) for x in (key, value))
     if sinks is not None:
         sinks = jax.lax.dynamic_slice_in_dim(sinks, settings.index * query.shape[2], query.shape[2])
-    attended = flash_attention(query, key, value, key_range=key_range, sinks=sinks, **settings.options)
+    attended: Any = flash_attention(query, key, value, key_range=key_range, sinks=sinks, **settings.options)
     return exchanged(attended, 1, 2)
 
 
@@ -200,8 +201,9 @@ def _ring(settings: _SharedSettings, query: Any, key: Any, value: Any, start: An
 
 
 def _ring_saving(settings: _SharedSettings, *operands: Any) -> tuple[Part, tuple]:
-    results = tuple(checkpoint_name(x, "attention") for x in _ring(settings, *operands))
-    return results, (*operands, *results)
+    ring: Any = _ring
+    out, log_sum_exp = (checkpoint_name(x, "attention") for x in ring(settings, *operands))
+    return (out, log_sum_exp), (*operands, out, log_sum_exp)
 
 
 def _ring_gradients(settings: _SharedSettings, saved: tuple, cotangents: Part) -> tuple:
@@ -288,7 +290,8 @@ def _ring_backward(
         (d_query, d_block), block = carry
         sums = added((d_query, _sent(settings, d_block, shifts[-1])), block, hops[-1])
     d_query, d_block = sums
-    d_key, d_value = _sent(settings, tuple(x.astype(key.dtype) for x in d_block), -hops[-1])
+    d_key, d_value = (x.astype(key.dtype) for x in d_block)
+    d_key, d_value = _sent(settings, (d_key, d_value), -hops[-1])
     return d_query.astype(query.dtype), d_key, d_value
 
 

@@ -1,7 +1,7 @@
 """The short convolution that recurrent mixers have before their recurrence, or in its place."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class _Convolution:
         self, tail: jax.Array, rows: ChunkRows, x: jax.Array, weights: jax.Array, *bias: jax.Array
     ) -> jax.Array:
         float32 = jnp.float32
-        y = sum(
+        y: Any = sum(
             part.astype(float32) * weights[i].astype(float32)[None, None]
             for i, part in enumerate(windows(tail, rows, x))
         )

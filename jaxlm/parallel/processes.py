@@ -50,11 +50,15 @@ _TOLD_KEPT = 4096  # messages that the others may be behind: more steps than can
 
 
 class ProcessSpec(NamedTuple):
-    """Process `index` of `count`, with the address of process 0, `coordinator` (host:port)."""
+    """Process `index` of `count`, with the address of process 0, `coordinator` (host:port).
+
+    `agreed`: the processes have met and agreed to join, so that one that does not is lost.
+    """
 
     index: int
     count: int
     coordinator: str
+    agreed: bool = False
 
     @staticmethod
     def parse(text: str) -> "ProcessSpec":
@@ -68,9 +72,9 @@ class ProcessSpec(NamedTuple):
 def join(spec: ProcessSpec | None) -> None:
     """Join the job given by `spec`, Slurm, Open MPI or Cloud TPU; without any of them, run as a single process.
 
-    Call it before anything asks JAX for devices. Exit with status 1 if the other processes do not join in time. Raise
-    InputError if a TPU cannot query its other hosts, if JAX does not support the launcher, or if process 0 cannot
-    listen at the coordinator's address.
+    Call it before anything asks JAX for devices. Exit with status 1 if the other processes do not join in time, or LOST
+    if they had agreed to. Raise InputError if a TPU cannot query its other hosts, if JAX does not support the launcher,
+    or if process 0 cannot listen at the coordinator's address.
     """
     launched = any(os.environ.get(name, "") not in ("", "0", "1") for name in _LAUNCHERS)
     if spec is None and not launched and _tpu_processes() == 1:
@@ -102,7 +106,8 @@ def join(spec: ProcessSpec | None) -> None:
     if spec.index == 0:
         _check_free(spec.coordinator, host if bind else "")
     others = f"process {1 - spec.index}" if spec.count == 2 else f"the other {spec.count - 1} processes"
-    with _waiting(f"process {spec.index} of {spec.count}", f"{others} to meet at {spec.coordinator}"):
+    status = LOST if spec.agreed else 1
+    with _waiting(f"process {spec.index} of {spec.count}", f"{others} to meet at {spec.coordinator}", status):
         jax.distributed.initialize(
             spec.coordinator,
             spec.count,
@@ -125,8 +130,9 @@ def _check_free(coordinator: str, host: str) -> None:
 
 
 @contextmanager
-def _waiting(who: str, whom: str) -> Iterator[None]:
-    """Run a block in which JAX waits for other processes. Timer threads report the wait, and exit at the timeout."""
+def _waiting(who: str, whom: str, status: int = 1) -> Iterator[None]:
+    """Run a block in which JAX waits for other processes. Timer threads report the wait, and exit with this status at
+    the timeout."""
 
     def say() -> None:
         print(f"jaxlm: {who} waits for {whom}", file=sys.stderr, flush=True)
@@ -140,7 +146,7 @@ def _waiting(who: str, whom: str) -> Iterator[None]:
                 flush=True,
             )
         finally:
-            os._exit(1)
+            os._exit(status)
 
     timers = threading.Timer(_SAY_AFTER_S, say), threading.Timer(_JOIN_TIMEOUT_S, give_up)
     for timer in timers:

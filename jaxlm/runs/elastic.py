@@ -89,7 +89,8 @@ def _say(line: str) -> None:
 
 
 def _place(index: int, attempt: Attempt) -> ProcessSpec:
-    return ProcessSpec(attempt.members.index(index), len(attempt.members), attempt.coordinator)
+    agreed = attempt.number > 0
+    return ProcessSpec(attempt.members.index(index), len(attempt.members), attempt.coordinator, agreed)
 
 
 def _with_data(experiment: Experiment, data: int | None) -> Experiment:

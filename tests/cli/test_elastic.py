@@ -118,6 +118,31 @@ def test_the_others_go_on_without_a_lost_process(lost, whole_host, config, whole
 
 
 @pytest.mark.exhaustive
+def test_processes_are_lost_until_one_is_left(config, whole, memory, tmp_path):
+    run = tmp_path / "run"
+    job = dict(enumerate(start_elastic(config, run, *memory, "training.steps=1500")))
+    while len(job) > 1:
+        before = len(rows(run, "goodput.jsonl"))
+        runs.wait_for_step(job[min(job)], run, max(losses(run), default=0) + random.randint(2 * EVERY, 20))
+        lost = random.choice(list(job))
+        (child,) = children_of(job[lost])
+        os.kill(child, signal.SIGKILL)
+        runs.finish(job.pop(lost), 137)
+        deadline = time.monotonic() + 120
+        while len(rows(run, "goodput.jsonl")) <= max(before, 1) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    (last,) = job.values()
+    runs.wait_for_step(last, run, STEPS)
+    last.send_signal(signal.SIGTERM)
+    runs.finish(last)
+    attempts = rows(run, "goodput.jsonl")
+    assert [row["config"]["mesh"]["data"] for row in rows(run, "history.jsonl")] == [3, 2, 1]
+    for earlier, later in zip(attempts, attempts[1:], strict=False):
+        assert earlier["to_step"] - later["from_step"] <= EVERY + 1
+    assert_close({step: loss for step, loss in losses(run).items() if step <= STEPS}, whole)
+
+
+@pytest.mark.exhaustive
 def test_a_signal_to_one_parent_stops_the_job_with_a_checkpoint(config, whole, memory, tmp_path):
     run = tmp_path / "run"
     job = start_elastic(config, run, *memory, "training.steps=100000")

@@ -1,6 +1,7 @@
 """Joining the other processes of a job, and the errors that end one."""
 
 import errno
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -180,3 +181,16 @@ def test_an_error_of_the_compiler_is_no_lost_process(be, capsys):
     processes._say_why(jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel: bad shape"))
     said = capsys.readouterr().err
     assert "lost" not in said and "INTERNAL: Mosaic failed to compile TPU kernel: bad shape" in said.splitlines()[-1]
+
+
+def test_a_process_that_does_not_come_though_it_agreed_is_lost(joined, monkeypatch):
+    """The others of an elastic job then start without it."""
+    import jax
+
+    ended = []
+    monkeypatch.setattr(processes, "_JOIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(processes.os, "_exit", ended.append)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.3))
+    for agreed in (False, True):
+        processes.join(processes.ProcessSpec(1, 2, "127.0.0.1:9876", agreed))
+    assert ended == [1, processes.LOST]

@@ -25,7 +25,7 @@ from jaxlm.models.latent_config import LatentAttentionConfig
 from jaxlm.models.layer_config import AttentionConfig as AttentionConfig
 from jaxlm.models.layer_config import LayerConfig
 from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
-from jaxlm.models.recurrent_config import GatedDeltaConfig
+from jaxlm.models.recurrent_config import GatedDeltaConfig, Mamba2Config, ShortConvolutionConfig
 
 NormPlacement = Literal["before", "after", "both"]
 QKNorm = Literal["none", "head", "head_after_rope", "projection"]
@@ -340,7 +340,9 @@ class MixtureFeedForwardConfig(LayerConfig):
 POSITIONS = Kinds(RopeConfig, LearnedPositionsConfig, NoPositionsConfig)
 # The sections of tables of `[model]`, to which `jaxlm.models` registers further kinds.
 NORMS = Kinds(RMSNormConfig, LayerNormConfig)
-ATTENTIONS = Kinds(GroupedQueryAttentionConfig, LatentAttentionConfig, GatedDeltaConfig)
+ATTENTIONS = Kinds(
+    GroupedQueryAttentionConfig, LatentAttentionConfig, GatedDeltaConfig, ShortConvolutionConfig, Mamba2Config
+)
 FEED_FORWARDS = Kinds(DenseFeedForwardConfig, MixtureFeedForwardConfig)
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxlm.core.registry import Registry
 from jaxlm.models import doors
 from jaxlm.models.config import NORMS, LayerNormConfig, ModelConfig, NormConfig, RMSNormConfig
-from jaxlm.models.logical_axes import RESIDUAL, Axes
+from jaxlm.models.logical_axes import HEADS, KV_HEADS, RESIDUAL, Axes
 from jaxlm.models.parameters import Module, ones, param, zeros
 from kernels_pallas import layer_norm, rms_norm
 
@@ -33,6 +33,23 @@ class RMSNorm(Module):
         """Return the norm of x, which has these logical axes; with a residual (x + residual, its norm)."""
         options = {"epsilon": self.settings.epsilon, "plus_one": self.settings.plus_one}
         return doors.norm(rms_norm, x, axes, (self.scale,), residual, self.dimensions, **options)
+
+
+class GroupedRMSNorm(Module):
+    """RMSNorm of the channels of each of several groups of heads, times a scale of each channel (Mamba-2)."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, heads: int, channels: int, groups: int):
+        self.groups, self.epsilon = groups, _epsilon(model)
+        self.scale = param(rngs, (heads, channels), "heads head_dim", ones)
+
+    def __call__(self, x_BTNH: jax.Array) -> jax.Array:
+        """Return the norm of x [B, T, N, H]."""
+        options = {"epsilon": self.epsilon, "plus_one": False}
+        if self.groups == 1:
+            return doors.norm(rms_norm, x_BTNH, HEADS, (self.scale,), dimensions=2, **options)
+        x_BTGI = x_BTNH.reshape(*x_BTNH.shape[:2], self.groups, -1)
+        y_BTGI = doors.norm(rms_norm, x_BTGI, (*KV_HEADS[:3], None), (None,), **options)
+        return y_BTGI.reshape(x_BTNH.shape) * self.scale[...][None, None]
 
 
 class LayerNorm(Module):
@@ -82,5 +99,9 @@ def norm(
 
 def plain_rms_norm(model: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...], axes: str) -> RMSNorm:
     """Return RMSNorm with a scale that starts at 1, whatever the model's norm is, and with the epsilon of that."""
-    settings = RMSNormConfig(epsilon=getattr(model.norm, "epsilon", 1e-6))
-    return RMSNorm(model.model_copy(update={"norm": settings}), rngs, shape, axes)
+    return RMSNorm(model.model_copy(update={"norm": RMSNormConfig(epsilon=_epsilon(model))}), rngs, shape, axes)
+
+
+def _epsilon(model: ModelConfig) -> float:
+    """Return the epsilon of a model's norms; 1e-6 where these have none."""
+    return getattr(model.norm, "epsilon", 1e-6)

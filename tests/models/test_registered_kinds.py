@@ -172,7 +172,8 @@ def test_a_resolved_file_loads_back_to_the_same(file, tmp_path):
         ("model.feed_forward.hidden_dims=4", "did you mean model.feed_forward.hidden_dim?"),
         (
             "model.attention.kind=mla",
-            "model.attention.kind = 'mla' is none of 'gqa', 'latent', 'gated_delta', 'gated_mqa'",
+            "model.attention.kind = 'mla' is none of 'gqa', 'latent', 'gated_delta', 'short_convolution', "
+            "'mamba2', 'gated_mqa'",
         ),
         ("model.feed_forward.kind=moe", "model.feed_forward.kind = 'moe' is none of 'dense', 'mixture', 'bilinear'"),
         ("model.attention.num_heads=5", "model.attention.num_heads = 5 does not divide model.d_model = 32"),

@@ -9,10 +9,12 @@ from jaxlm.core.registry import Registry
 from jaxlm.models.attention.gated_delta import GatedDelta
 from jaxlm.models.attention.gqa import GroupedQueryAttention
 from jaxlm.models.attention.latent import LatentAttention
+from jaxlm.models.attention.mamba2 import Mamba2
+from jaxlm.models.attention.short_convolution import ShortConvolution
 from jaxlm.models.cache import Mixer
 from jaxlm.models.config import ATTENTIONS, AttentionConfig, GroupedQueryAttentionConfig, ModelConfig
 from jaxlm.models.latent_config import LatentAttentionConfig
-from jaxlm.models.recurrent_config import GatedDeltaConfig
+from jaxlm.models.recurrent_config import GatedDeltaConfig, Mamba2Config, ShortConvolutionConfig
 
 _REGISTRY = Registry(
     ATTENTIONS,
@@ -21,6 +23,8 @@ _REGISTRY = Registry(
         GroupedQueryAttentionConfig: GroupedQueryAttention,
         LatentAttentionConfig: LatentAttention,
         GatedDeltaConfig: GatedDelta,
+        ShortConvolutionConfig: ShortConvolution,
+        Mamba2Config: Mamba2,
     },
 )
 register, unregister = _REGISTRY.register, _REGISTRY.unregister

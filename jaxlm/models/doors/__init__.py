@@ -17,6 +17,7 @@ from jaxlm.models.doors.experts import sort_by_expert as sort_by_expert
 from jaxlm.models.doors.experts import to_experts as to_experts
 from jaxlm.models.doors.gather import gather as gather
 from jaxlm.models.doors.heads import kv_heads as kv_heads
+from jaxlm.models.doors.heads import repeat_heads as repeat_heads
 from jaxlm.models.doors.linear import linear as linear
 from jaxlm.models.doors.logits import logits as logits
 from jaxlm.models.doors.look_up import look_up as look_up

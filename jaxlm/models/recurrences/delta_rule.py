@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxlm.models.doors.scan import ChunkRows, Recurrence, States
 from jaxlm.models.logical_axes import HEAD_STATE, HEADS
+from jaxlm.models.recurrences.decay import by_group, by_token, decays_in_chunk
 
 CHUNK = 64  # tokens
 _BLOCK = 4  # rows of a block whose inverse is a short series
@@ -37,22 +38,14 @@ def _chunk(
 ) -> tuple[States, jax.Array]:
     """Compute a chunk: the tokens' changes d = β·(v − Sᵀk) of the state solve a triangular system (section 3.3)."""
     (B, C, K, H), (N, V) = q_BCKH.shape, v_BCNV.shape[2:]
-    is_token_BC = rows.is_token_BC
-    float32, G = jnp.float32, N // K
+    is_token_BC1 = rows.is_token_BC[:, :, None]
     q_BKCH = jnp.swapaxes(_unit(q_BCKH) * H**-0.5, 1, 2)
-    k_BKCH = jnp.swapaxes(_unit(k_BCKH) * is_token_BC[:, :, None, None], 1, 2)
-    v_BKGCV = jnp.transpose(v_BCNV.astype(float32).reshape(B, C, K, G, V), (0, 2, 3, 1, 4))
-
-    def of_heads(x_BCN: jax.Array) -> jax.Array:
-        x_BCN = jnp.where(is_token_BC[:, :, None], x_BCN.astype(float32), 0.0)
-        return jnp.transpose(x_BCN.reshape(B, C, K, G), (0, 2, 3, 1))
-
-    beta_BKGC, total_BKGC = of_heads(beta_BCN), jnp.cumsum(of_heads(g_BCN), axis=3)
-    state_BKGHV = states["matrix"].reshape(B, K, G, H, V)
-    form = _token if C == 1 else _tokens
-    y_BKGCV, after_BKGHV = form(state_BKGHV, rows.document_BC, q_BKCH, k_BKCH, v_BKGCV, total_BKGC, beta_BKGC)
-    y_BCNV = jnp.transpose(y_BKGCV, (0, 3, 1, 2, 4)).reshape(B, C, N, V)
-    return {"matrix": after_BKGHV.reshape(B, N, H, V)}, y_BCNV.astype(v_BCNV.dtype)
+    k_BKCH = jnp.swapaxes(_unit(k_BCKH) * is_token_BC1[..., None], 1, 2)
+    beta_BKGC, g_BKGC = (by_group(jnp.where(is_token_BC1, x, 0.0), K) for x in (beta_BCN, g_BCN))
+    numbers = q_BKCH, k_BKCH, by_group(v_BCNV, K), jnp.cumsum(g_BKGC, axis=3), beta_BKGC
+    state_BKGHV = states["matrix"].reshape(B, K, N // K, H, V)
+    y_BKGCV, after_BKGHV = (_token if C == 1 else _tokens)(state_BKGHV, rows.document_BC, *numbers)
+    return {"matrix": after_BKGHV.reshape(B, N, H, V)}, by_token(y_BKGCV).astype(v_BCNV.dtype)
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -90,10 +83,7 @@ def _tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute several tokens; `total_BKGC` has the sums of g from the first token on."""
     C = document_BC.shape[1]
-    is_read_BCC = (document_BC[:, :, None] == document_BC[:, None, :]) & jnp.tril(jnp.ones((C, C), bool))[None]
-    between_BKGCC = total_BKGC[..., :, None] - total_BKGC[..., None, :]
-    decay_BKGCC = jnp.exp(jnp.where(is_read_BCC[:, None, None], between_BKGCC, -jnp.inf))
-    before_BKGC = jnp.where((document_BC == 0)[:, None, None], jnp.exp(total_BKGC), 0.0)
+    decay_BKGCC, before_BKGC = decays_in_chunk(document_BC, total_BKGC)
 
     # Products of keys and queries with keys, and with the state before the chunk.
     kq_BKRH = jnp.concatenate([k_BKCH, q_BKCH], axis=2)

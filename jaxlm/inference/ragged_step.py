@@ -258,11 +258,14 @@ def _scores(
     module: Transformer, hidden_R1D: jax.Array, batch: Batch, valid_V: jax.Array, shape: StepShape
 ) -> tuple[jax.Array, ...]:
     """Return the last four fields of `StepResults`: a tile of logits at a time, and none of tiles without target."""
+    rows = hidden_R1D, batch.target_R, batch.is_ranked_R
+    hidden_MT1D, target_MT, is_ranked_MT = (x.reshape(shape.tiles, shape.tile, *x.shape[1:]) for x in rows)
+    # Within a branch shards may exchange nothing.
+    is_scored_M, is_ranked_M = (on_any_shard(jnp.any(x, axis=1)) for x in (target_MT >= 0, is_ranked_MT))
 
-    def of_tile(each: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        hidden_T1D, target_T, is_ranked_T = each
+    def of_tile(each: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        hidden_T1D, target_T, is_scored, is_ranked = each
         _, no_rank_T, no_top_TK, no_logprob_TK = nothing = _no_scores(shape.tile, len(valid_V))
-        is_ranked = on_any_shard(jnp.any(is_ranked_T))  # within a branch shards may exchange nothing
 
         def scored() -> tuple[jax.Array, ...]:
             logits_TV = module.logits(hidden_T1D)[:, 0]
@@ -285,8 +288,11 @@ def _scores(
 
             return -loss_T, *jax.lax.cond(is_ranked, ranked, likeliest)
 
-        return jax.lax.cond(on_any_shard(jnp.any(target_T >= 0)), scored, lambda: nothing)
+        return jax.lax.cond(is_scored, scored, lambda: nothing)
 
-    tiles = shape.tiles, shape.tile
-    rows = hidden_R1D.reshape(*tiles, 1, -1), batch.target_R.reshape(tiles), batch.is_ranked_R.reshape(tiles)
-    return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), jax.lax.map(of_tile, rows))
+    def of_all_tiles() -> tuple[jax.Array, ...]:
+        scores = jax.lax.map(of_tile, (hidden_MT1D, target_MT, is_scored_M, is_ranked_M))
+        return tuple(x.reshape(-1, *x.shape[2:]) for x in scores)
+
+    nothing = _no_scores(shape.tiles * shape.tile, len(valid_V))
+    return jax.lax.cond(jnp.any(is_scored_M), of_all_tiles, lambda: nothing)

@@ -145,7 +145,7 @@ class Runner:
         self._state = jax.device_put(programs.empty_state(), programs.by_shards)
         self._how: dict[tuple[int, int], SlotSampling] = {}  # of each slot of a shard
         self._valid_token_mask = jax.device_put(valid_token_mask, replicated(mesh))
-        self._shapes = programs.shapes.all(), programs.shapes.all(scores=True)
+        self._shapes = {scores: programs.shapes.all(scores) for scores in (False, True)}  # of steps without and with
         # Steps look their programs up by shape alone: comparing models takes time.
         self._step = cache(partial(compiled_step, programs, self.cache))
         self._draw = cache(partial(compiled_draw, programs))
@@ -170,7 +170,9 @@ class Runner:
 
     def warm(self, scores: bool = False, masks: bool = False) -> None:
         """Compile all programs, several at a time, so that no request waits for one; with `masks` also those of
-        requests with a grammar."""
+        requests with a grammar. With `scores` the programs that give scores read chunks without scores too: fewer to
+        compile."""
+        self._shapes[False] = self._shapes[scores]
         with ThreadPoolExecutor() as pool:
             compiling = [*map(partial(pool.submit, self._step), self._shapes[scores])]
             draws = [partial(self._draw, is_masked=is_masked) for is_masked in {False, masks}]
@@ -303,7 +305,8 @@ class Runner:
 
     def read(self, step: PendingStep) -> Reading:
         """Wait for a step and return its results."""
-        draws, hidden_QD, *scored = jax.device_get((step.draws, step.hidden_QD, *step.scored))
+        scored = step.scored if any(chunk.scored for chunk in step.plan.chunks) else ()
+        draws, hidden_QD, scored = jax.device_get((step.draws, step.hidden_QD, scored))
         steps = len(draws.accepted_Q) // (len(step.plan.shards) * step.shape.decode)  # that a row has draws of
         tokens, foreseen, hidden, scores = {}, set(), {}, {}
         for index, shard in enumerate(step.plan.shards):

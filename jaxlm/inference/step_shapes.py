@@ -90,20 +90,20 @@ class StepShapes:
         return sorted({0, min(2, most), most})
 
     def all(self, scores: bool = False) -> list[StepShape]:
-        """Return the shapes that there are programs for; with `scores` also the shapes whose programs give scores."""
+        """Return the shapes that there are programs for; with `scores` those of the most tiles give scores."""
         fewest, *more = self.decode
         shapes = [StepShape(fewest, tiles, TILE) for tiles in (self.tiles[:-1] if more else self.tiles)]
         shapes += [StepShape(decode, tiles, TILE) for decode in more for tiles in self.tiles]
-        scored = [shape._replace(scores=True) for shape in shapes if shape.tiles == self.tiles[-1]]
-        return [*shapes, *(scored if scores else [])]
+        return [shape._replace(scores=scores and shape.tiles == self.tiles[-1]) for shape in shapes]
 
 
 def fitting(shapes: Sequence[StepShape], draws: int, rows: int, scores: bool = False) -> StepShape:
-    """Return the smallest of some shapes that takes these draws and rows of prompts, in whole tiles."""
+    """Return the smallest of some shapes that takes these draws and rows of prompts, in whole tiles; with `scores` of
+    those that give scores."""
     return next(
         shape
         for shape in shapes
-        if shape.scores == scores and shape.decode >= draws and shape.tiles * shape.tile >= rows
+        if shape.scores >= scores and shape.decode >= draws and shape.tiles * shape.tile >= rows
     )
 
 

@@ -298,6 +298,27 @@ def test_nothing_is_compiled_while_it_serves(engine):
     assert compiled == []
 
 
+def test_programs_that_give_scores_read_prompts_without_scores_too(monkeypatch):
+    """Warmed, an engine has one program of each size, and the same texts. The host fetches scores only if asked for."""
+    engine = make(slots=2)
+    fetched, read, device_get, step = [], set(), jax.device_get, engine.runner._step
+    asked = requests(3, seed=9)
+    before = served(engine, asked)
+
+    def fetch(arrays):
+        fetched.append(sum(x.nbytes for x in jax.tree.leaves(arrays)))
+        return device_get(arrays)
+
+    engine.warm(scores=True)
+    monkeypatch.setattr(jax, "device_get", fetch)
+    monkeypatch.setattr(engine.runner, "_step", lambda shape: read.add(shape) or step(shape))
+    assert served(engine, asked) == before
+    assert {(shape.tiles, shape.scores) for shape in read} == {(0, False), (2, True)}
+    without = max(fetched)
+    served(engine, asked, scores_from=0)
+    assert max(fetched) >= without + 4 * SETTINGS.chunk_tokens
+
+
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [

@@ -23,7 +23,9 @@ def test_prompts_are_cut_as_the_scheduler_cuts_them(prompts, tokens, tiles):
 
 
 def test_the_smallest_shape_takes_a_step():
-    shapes = StepShapes(slots=64, chunk_tokens=512, fewest=2).all(scores=True)
+    of_engine = StepShapes(slots=64, chunk_tokens=512, fewest=2)
+    shapes = of_engine.all(scores=True)
+    assert [shape._replace(scores=False) for shape in shapes] == of_engine.all()
     assert fitting(shapes, 1, 0)[:2] == (2, 0)
     assert fitting(shapes, 1, 512)[:2] == (8, 16)
     assert fitting(shapes, 9, 33)[:2] == (64, 2)

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxlm import config
 from jaxlm.cli import _parse
+from jaxlm.costs.hardware.target import Target
+from jaxlm.parallel.layout import Layout, over_slices
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 
@@ -126,6 +129,24 @@ def test_a_pod_without_good_input_is_not_started_again_and_a_preempted_one_alway
         for line in said
     ]
     assert matched == ["RestartJobSetAndIgnoreMaxRestarts", "FailJobSet"]
+
+
+def test_two_slices_are_a_job_each_with_a_replica_of_the_model():
+    """Otherwise the recipe is that of one slice."""
+    one, two = (yaml.safe_load((LAUNCH / name).read_text()) for name in ("gke.yaml", "gke_two_slices.yaml"))
+    (of_one,), (of_two,) = (each["spec"]["replicatedJobs"] for each in (one, two))
+    containers = [each["template"]["spec"]["template"]["spec"]["containers"][0] for each in (of_one, of_two)]
+    arguments = containers[1].pop("args")
+    assert arguments[:4] == containers[0].pop("args")[:4]
+    assert two["metadata"].pop("annotations") == {
+        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+    }
+    assert (of_one.pop("replicas"), of_two.pop("replicas")) == (1, 2) and one == two
+    chips = 2 * of_two["template"]["spec"]["completions"] * containers[1]["resources"]["limits"]["google.com/tpu"]
+    target = Target.parse("tpu-v5e:2*4x4")
+    assert target.chips == chips
+    layout = config.layout(config.load(LAUNCH.parent / arguments[0], arguments[4:]), target.devices)
+    assert over_slices(layout, target.slices) == Layout(data=2)
 
 
 def test_slurm_drains_a_server_at_its_time_limit_and_asks_for_another_turn(programs, tmp_path):

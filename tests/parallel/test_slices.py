@@ -1,5 +1,7 @@
 """Several slices of a TPU: which axes cross the network between them, in plans and in compiled programs."""
 
+import jax
+import jax.numpy as jnp
 import model_fixtures
 import pytest
 from matrices import sampled
@@ -10,10 +12,13 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.placement import say_slices
-from jaxlm.lowering import collectives, targets
+from jaxlm.lowering import collectives, hlo, targets
 from jaxlm.models import tree as model_tree
+from jaxlm.parallel.batches import PER_TOKEN
 from jaxlm.parallel.layout import AXES, OVER_SLICES, Layout, over_slices
 from jaxlm.parallel.mesh import make_mesh
+from jaxlm.parallel.partition import named_sharding
+from jaxlm.training.step import TrainStep
 
 TWO = Target.parse("tpu-v5e:2*2x2")
 
@@ -93,3 +98,29 @@ def test_only_gradients_and_stages_cross_between_slices_of_a_compiled_program(si
     numbers = model_tree.parameter_count(model_fixtures.model(num_layers=4))
     sent = sum(each.count * each.bytes for each in crossing if each.dtype == "f32") / 4
     assert numbers / 4 <= sent <= 8 * numbers / 4
+
+
+@elsewhere
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_replicas_that_train_by_themselves_send_parameters_once_in_a_period():
+    """In a step two tiles of numbers cross, for its metrics; in the outer step each device's part of the parameters."""
+    layout = Layout(data=2, fsdp=2, tensor=2)
+    mesh, model = make_mesh(layout, targets.devices(TWO)), model_fixtures.model(num_layers=2)
+    sections = model_fixtures.sections(
+        local_sgd={"period": 2}, batch=32, dtype="bfloat16", kernels="xla", microbatches=2
+    )
+    steps = TrainStep(model, *sections, model_fixtures.optimization(), replicas=2)
+    state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
+    lies = named_sharding(("batch", "sequence"), (32, model_fixtures.CONTEXT), mesh)
+    batch = {name: jax.ShapeDtypeStruct((32, model_fixtures.CONTEXT), jnp.int32, sharding=lies) for name in PER_TOKEN}
+    sent = []
+    with jax.set_mesh(mesh):
+        programs = steps.jitted(mesh)
+        for lowered in (programs.train.lower(state, batch), programs.outer.lower(state)):
+            program = hlo.parse(lowered.compile().as_text())
+            found = collectives.collectives(program, dict(mesh.shape), over_slices(layout, 2))
+            sent.append([each for each in found if each.crosses_slices])
+    in_step, outer = (sum(each.count * each.bytes for each in found) for found in sent)
+    assert {each.kind for found in sent for each in found} == {"all-reduce"}
+    assert in_step <= 1024 and outer >= 4 * model_tree.parameter_count(model) / 4

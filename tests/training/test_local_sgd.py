@@ -91,6 +91,19 @@ def test_replicas_that_meet_after_each_step_train_as_one(sizes, microbatches):
     model_fixtures.assert_same_numbers(jax.device_get(state.parameters), jax.device_get(whole.parameters), 1e-5)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
+def test_a_replica_trains_as_a_model_on_its_own_rows(kind):
+    mesh, rows = meshes.make(2, 2), batches(1)[0]
+    _, state = train(mesh, [rows], {"period": 2}, {"kind": kind})
+    for replica in range(2):
+        own = jax.tree.map(lambda x, i=replica: np.split(x, 2)[i], rows)
+        of_half = model_fixtures.sections(batch=4), [own], meshes.make(), model_fixtures.optimization(kind=kind)
+        _, alone = model_fixtures.run_steps(MODEL, *of_half)
+        found = jax.tree.map(lambda x, i=replica: x[i], jax.device_get(state.local.parameters))
+        model_fixtures.assert_same_numbers(found, alone.parameters, 1e-4)
+
+
 def test_replicas_part_and_meet_where_the_outer_optimizer_leads_them():
     """Nesterov's momentum as PyTorch has it, of the mean of what replicas moved by."""
     mesh, settings = meshes.make(2), {"period": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9}

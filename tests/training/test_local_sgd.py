@@ -231,7 +231,9 @@ def test_one_replica_is_refused_in_a_line():
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_a_period_ends_in_the_bits_of_one_that_is_not(tmp_path):
     settings = ("training.local_sgd.period=7", "training.steps=40", "mesh.data=2", "checkpoint.every=5")
-    path = runs.write_config(tmp_path, *settings, "evaluation.every=10")
+    text = tmp_path / "text"
+    text.mkdir()
+    path = runs.write_config(text, *settings, "evaluation.every=10")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     runs.finish(runs.start(path, whole, devices=2))
     for step in (9, 23):

@@ -349,6 +349,8 @@ def _check_stages(experiment: Experiment) -> None:
         raise InputError(f"training.local_sgd is of whole models: leave it out, or set mesh.{axis} to 1")
     if experiment.dpo is not None:
         raise InputError(f"mesh.{axis} carries text alone, and [dpo] compares answers: set it to 1")
+    if experiment.training.local_sgd is not None:
+        raise InputError(f"[training.local_sgd] trains replicas of whole models: leave it out, or set mesh.{axis} to 1")
     if experiment.records.norms_every is not None:
         raise InputError(f"records.norms_every looks at all layers of a device: leave it out, or set mesh.{axis} to 1")
 

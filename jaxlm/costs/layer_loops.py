@@ -46,7 +46,7 @@ def choose(work: Workload, capacity: int | None, stack: Stack = JAXLM) -> LayerC
         return LayerChoice(execution.scan_layers, f"execution.scan_layers = {str(execution.scan_layers).lower()}")
     if stack.layers == "unrolled":
         return LayerChoice(False, "other software, without a loop over layers")
-    layers = first_stage(work, stack).model.num_layers
+    layers = first_stage(work, stack).stage_layers.model.num_layers
     name, remat = platform.upper(), "named" if isinstance(work.remat, tuple) else work.remat
     if platform == "tpu":
         return LayerChoice(True, name)

@@ -23,7 +23,6 @@ from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.timing.step_time import StepTime, step_time
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import over_slices
-from jaxlm.parallel.layout_choice import describe_axes
 
 # The share of a device's memory that a plan had better leave free. The count is within 5 % of the compiler's own, or
 # above it, in 69 of 75 compiled programs, and 18 % below it at worst (docs/memory.md). The driver, the CUDA context and
@@ -115,6 +114,7 @@ class Plan:
             "sequence": self.work.sequence,
             "microbatches": self.work.microbatches,
             "remat": self.work.remat,
+            **self._of_stages(),
             "replicated_kv_heads": bool(replicated_kv_heads(self.work)),
             "parameters": parameter_counts(self.work),
             "napkin": {**first._asdict(), "tokens_per_s": first.step_s and self.work.tokens / first.step_s},
@@ -141,6 +141,15 @@ class Plan:
             "joules_per_token": self.joules_per_token,
             **self._of_its_kind(),
         }
+
+    def _of_stages(self) -> dict[str, Any]:
+        """Return the stages of a pipeline as JSON, under `stages`: the share of idle passes among all, the slots that
+        have no layer, and the inputs that each stage keeps; empty without one."""
+        if (work := self.work).stages == 1:
+            return {}
+        ticks, staged = work.ticks, work.stage_layers
+        sizes = {"count": work.stages, "slots": staged.slots, "idle_slots": staged.idle}
+        return {"stages": {**sizes, "passes": ticks.passes, "bubble": ticks.bubble, "kept_inputs": ticks.kept}}
 
     def _of_its_kind(self) -> dict[str, Any]:
         match self.work.kind:
@@ -189,8 +198,6 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
             f"the mesh {work.layout} has {work.layout.size} devices{of_stages} and {target} has {target.devices}: "
             f"{' × '.join(work.layout)} must give that number"
         )
-    if work.layout.over(work.rules.over("layers")) > 1:
-        raise InputError(f"plans know of no stages yet: set {describe_axes(work.rules.over('layers'))} to 1")
     if target.slices > 1:
         over_slices(work.layout, target.slices)
     if work.kind == "train" and (work.batch % work.microbatches or work.row_shards() < work.batch_shards):

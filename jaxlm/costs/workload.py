@@ -20,6 +20,7 @@ from jaxlm.costs.draft_models import PlannedDraftModel, planned_draft_model
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.memoized import memoized
+from jaxlm.costs.stages import StageLayers, stage_layers
 from jaxlm.inference.config import InferenceConfig
 from jaxlm.inference.settings import LOOK_UP, CacheDtype, EngineSettings, Speculation
 from jaxlm.inference.step_shapes import FEWEST, StepShape, StepShapes
@@ -31,6 +32,7 @@ from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, together
+from jaxlm.parallel.ticks import Ticks
 from jaxlm.training.config import (
     AdamWConfig,
     ConstantScheduleConfig,
@@ -61,11 +63,12 @@ class Workload:
       platform: of the chip. It decides what kernels run; on a CPU training computes attention in chunks
         (`kernels_pallas.flash_attention.causal_chunks`).
       device_kind: JAX's name of the chip's devices, by which attention's kernel is chosen; None: any of the platform.
-      optimizer, lora, objective, microbatches, steps, dropout, average, local_sgd: in training alone. `objective`:
-        that of text. `microbatches`: the parts of a batch that follow one another. `steps`: the optimizer steps of
-        the run, None where they follow from text that is not read. `dropout`: whether numbers are dropped. `average`:
-        whether an average of the parameters is kept beside them. `local_sgd`: of replicas that train by themselves,
-        None where they sum gradients.
+      optimizer, lora, objective, microbatches, counts_idle, steps, dropout, average, local_sgd: in training alone.
+        `objective`: that of text. `microbatches`: the parts of a batch that follow one another. `counts_idle`: whether
+        the passes of stages of a pipeline without a microbatch are counted. `steps`: the optimizer steps of the run,
+        None where they follow from text that is not read. `dropout`: whether numbers are dropped. `average`: whether
+        an average of the parameters is kept beside them. `local_sgd`: of replicas that train by themselves, None where
+        they sum gradients.
       page, chunk_tokens, cache_dtype, steps_per_dispatch, engine_steps, is_padded: in inference alone, the fourth as
         `EngineSettings` has it but for an engine that is warm. `page`: tokens of a page.
         `chunk_tokens`: the most rows of prompts in a step, on each shard. `cache_dtype`: of pages of eight bits.
@@ -89,6 +92,7 @@ class Workload:
     lora: LoraConfig | None = None
     objective: ObjectiveConfig = NextTokenConfig()
     microbatches: int = 1
+    counts_idle: bool = True
     steps: int | None = 1
     dropout: bool = False
     average: bool = False
@@ -370,6 +374,31 @@ class Workload:
     def passes(self) -> int:
         """Forward passes that follow one another: microbatches, or the engine's steps of the one shape."""
         return self.microbatches if self.engine_steps is None else self.engine_steps.times
+
+    @property
+    def stages(self) -> int:
+        """The stages of a pipeline on which the layers lie; 1 without."""
+        return self.layout.over(self.rules.over("layers"))
+
+    @property
+    def ticks(self) -> Ticks:
+        """The schedule of the stages."""
+        return Ticks(self.stages, self.microbatches)
+
+    @property
+    def stage_passes(self) -> int:
+        """Forward passes of a stage that follow one another, idle ones among them where they are counted."""
+        return self.ticks.passes if self.stages > 1 and self.counts_idle else self.passes
+
+    @property
+    def accumulates(self) -> bool:
+        """True if gradients of several passes are added up in float32."""
+        return self.microbatches > 1 or self.stages > 1
+
+    @property
+    def stage_layers(self) -> StageLayers:
+        """The layers of a stage."""
+        return stage_layers(self.model, self.stages)
 
     @memoized
     def rows(self) -> int:

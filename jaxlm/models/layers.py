@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from jaxlm.core.errors import InputError
 from jaxlm.models.config import BlockConfig
 from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.models.positions import traced_structure
@@ -215,14 +216,19 @@ def through(
     return carry, _in_layer_order(results)
 
 
-def main_layers(groups: Groups) -> tuple[str, range] | None:
+def main_layers(groups: Groups) -> tuple[str, range]:
     """Return the layers that the stages of a pipeline share, and the name of their stack: the longest run of one
-    `traced_structure`, if no other layer is in that stack."""
+    `traced_structure`. Raises InputError where other layers are in that stack."""
     keys = [traced_structure(block) for block in groups.blocks]
     runs = [[*run] for _, run in itertools.groupby(range(len(keys)), key=keys.__getitem__)]
     longest = tuple(max(runs, key=len))
-    named = (name for name, layers in groups.stacks if layers == longest)
-    return next(((name, range(longest[0], longest[-1] + 1)) for name in named), None)
+    for name, layers in groups.stacks:
+        if layers == longest:
+            return name, range(longest[0], longest[-1] + 1)
+    raise InputError(
+        "a pipeline needs layers of one structure that follow one another, and no other layer like them: "
+        "set mesh.pipeline to 1"
+    )
 
 
 def through_stage(
@@ -230,9 +236,7 @@ def through_stage(
 ) -> tuple[Any, Auxiliary]:
     """Carry a value through the slots of a stage of the `main_layers`. Return it and the auxiliary results of each slot
     by name, [slots, …], 0 of an idle one."""
-    main = main_layers(groups)
-    assert main is not None
-    name, layers = main
+    name, layers = main_layers(groups)
     way = traversal(groups, execution.remat, in_loop=execution.in_loop, layers=layers)
     ((loop,),) = way.sections
     loop_through = partial(_loop_through, dict(groups.graphs), {name: slots.parameters}, layer, way, execution.in_loop)

@@ -150,13 +150,7 @@ class StagedModel:
 
     @cached_property
     def _main(self) -> tuple[str, range]:
-        main = main_layers(self._abstract.groups)
-        if main is None:
-            raise InputError(
-                "a pipeline needs layers of one structure that follow one another, and no other layer like them: "
-                "set mesh.pipeline to 1"
-            )
-        return main
+        return main_layers(self._abstract.groups)
 
     @property
     def _path(self) -> tuple[str, ...]:

@@ -59,6 +59,23 @@ class DeviceStep:
             if value in recorded.parameters
         )
 
+    def runs(self, use: RecordedOp) -> int:
+        """Return the times that the forward pass of a door runs, and its backward pass: what follows the last layer
+        runs for each microbatch, and all else also where a stage is idle."""
+        return self.work.passes if use.results[0] in self._after_layers else self.work.stage_passes
+
+    def runs_twice(self, use: RecordedOp) -> bool:
+        """Return whether the forward pass of a door runs again before its backward pass, whatever is kept of it: only
+        the input of a stage is kept until then."""
+        return self.work.stages > 1 and use.layer is not None
+
+    @cached_property
+    def _after_layers(self) -> frozenset[int]:
+        """The first results of the doors after the last layer."""
+        uses = self.recording.uses
+        last = max((i for i, use in enumerate(uses) if use.layer is not None), default=-1)
+        return frozenset(use.results[0] for use in uses[last + 1 :])
+
     def trains(self, use: RecordedOp) -> bool:
         """Return whether gradients pass a door."""
         return not self.trained.isdisjoint(use.results)
@@ -207,7 +224,7 @@ def _recorded(work: Workload) -> tuple[Any, ...]:
     """Return the arguments of the recording of a training step. Only where something does not train may gradients pass
     the first layer otherwise than the layers after it."""
     in_loop = work.execution.in_loop or not work.frozen
-    return work.model, work.sequence, work.dropout, work.lora, work.objective, in_loop, work.quantized
+    return work.stage_layers.model, work.sequence, work.dropout, work.lora, work.objective, in_loop, work.quantized
 
 
 @functools.lru_cache(maxsize=256)

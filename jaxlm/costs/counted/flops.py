@@ -108,7 +108,13 @@ def flops(work: Workload) -> Flops:
         executed = sum(op.times * op.flops for op in operations.without_copies(shard))
         model = replace(work, layout=Layout(), engine_steps=None).without_kernels_or_padding()
         return _flops(model)._replace(executed=work.batch_shards * executed)
-    return _flops(replace(work, layout=Layout()))
+    whole = _flops(replace(work, layout=Layout()))
+    if work.stages == 1:
+        return whole
+    # On stages also passes without a microbatch, and the forward pass before each backward pass.
+    return whole._replace(
+        executed=work.layout.size * sum(op.times * op.flops for op in operations.without_copies(work))
+    )
 
 
 def _with_draft_model(work: Workload) -> Flops:

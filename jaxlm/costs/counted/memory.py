@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxlm.costs.counted import drawing, layer_memory, operations, parameters
+from jaxlm.costs.counted.between_stages import kept_bytes, slot_numbers
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.recorder import RecordedOp
@@ -130,7 +131,7 @@ def _working(work: Workload) -> int:
 
 def _sums(work: Workload, numbers: int) -> int:
     """Return the bytes of gradients accumulated over microbatches."""
-    return 4 * numbers if work.microbatches > 1 else 0
+    return 4 * numbers if work.accumulates else 0
 
 
 def _training(device: DeviceStep) -> Iterator[Memory]:
@@ -142,8 +143,11 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     through = any(use.layer is not None and device.trains(use) for use in recording.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
     resident, sums, slices = trained(work), _sums(work, total), _slices(device)
-    resident = resident._replace(parameters=resident.parameters + _laid_out_again(device))
+    moved = slot_numbers(work)
+    sums += 4 * (moved.in_slots - moved.stored)
+    resident = resident._replace(parameters=resident.parameters + _laid_out_again(device) + itemsize * moved.in_slots)
     saved = layer_memory.kept(representative) if through else 0
+    saved += kept_bytes(work)
     state, parameters = resident.optimizer, resident.parameters + slices
 
     for layer in layers:
@@ -170,7 +174,10 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
             ends = [(saved, itemsize * of_layers, slices)]
         else:  # what a layer keeps goes, and its gradients come
             own, masks = layer_memory.kept_by_layer(representative)[layer].total, layer_memory.masks(representative)
-            ends = [(saved, 0, slices), (masks + own, itemsize * of_layers, slices // work.model.num_layers)]
+            ends = [
+                (saved, 0, slices),
+                (masks + own, itemsize * of_layers, slices // work.stage_layers.model.num_layers),
+            ]
         for kept, made, cut in ends:
             weights = resident.parameters + cut + gathered
             yield Memory(weights, waits + made, state, kept + backward.bytes, waiting, 0)
@@ -189,7 +196,7 @@ def _slices(device: DeviceStep) -> int:
     if work.execution.in_loop:
         return numbers.sliced * work.itemsize
     gathers = any(device.gathered_over(use) for use in device.recording.uses if use.layer is not None)
-    if work.platform != "tpu" and work.microbatches == 1 and work.remat == "none" and not gathers:
+    if work.platform != "tpu" and not work.accumulates and work.remat == "none" and not gathers:
         return 0
     return numbers.stacked * work.itemsize
 
@@ -205,7 +212,7 @@ def _laid_out_again(device: DeviceStep) -> int:
         return 0
     paths = set()
     for use in recording.uses:
-        is_in_loop = work.microbatches > 1 or (use.layer is not None and work.execution.in_loop)
+        is_in_loop = work.accumulates or (use.layer is not None and work.execution.in_loop)
         if (over := device.gathered_over(use)) and is_in_loop:
             i = recording.weights[use.results[0]]
             first, *_ = work.rules.placed(use.marker.operands[i], use.shapes[i], work.layout)

@@ -133,7 +133,7 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
     device, operations = device_step(work), []
     again = run_again(device)
     for use in device.recording.uses:
-        times = 1 if device.cost(use).counts_all_steps else work.passes
+        times = 1 if device.cost(use).counts_all_steps else device.runs(use)
         of_use = _of_use(device, use, again)
         operations += of_use if times == 1 else [op._replace(times=op.times * times) for op in of_use]
     return tuple(operations)
@@ -148,7 +148,7 @@ def _stacks(device: DeviceStep) -> Iterator[Operation]:
         ("stacks/out", "backward", out_of),
     ):
         if moved:
-            yield Operation(scope, phase, device.work.passes, None, moved, moved, kind="copy")
+            yield Operation(scope, phase, device.work.stage_passes, None, moved, moved, kind="copy")
 
 
 def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Operation]:
@@ -160,6 +160,8 @@ def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Op
     products_forward = [*products, *(op for op in traced if op.phase == "forward")]
     forward = [*products_forward, *(_beside(use, part, "forward") for part in parts)]
     yield from forward
+    if device.runs_twice(use):
+        yield from (op.in_phase("rematerialised") for op in forward)
     if device.work.remat != "none" and use.layer is not None:
         reruns = not again.isdisjoint(use.results)
         yield from (op.in_phase("rematerialised") for op in forward if _reruns(op, reruns) and (reruns or trains))
@@ -313,7 +315,7 @@ def _optimizer(work: Workload) -> tuple[Operation, ...]:
 def _optimizer_operations(work: Workload) -> Iterator[Operation]:
     stored = {path: work.stored(d.axes, d.shape) for path, d in work.trainable.items()}
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
-    gradient = work.itemsize if work.microbatches == 1 else 4
+    gradient = 4 if work.accumulates else work.itemsize
     working = work.itemsize if work.dtype != "float32" else 0
     moved = trained * (2 * gradient + 2 * 4 + working) + 2 * optimizer_bytes(work)
     if work.average:

@@ -4,9 +4,10 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
 
 from jaxlm.costs.counted import drawing
+from jaxlm.costs.counted.between_stages import between_stages
+from jaxlm.costs.counted.collective import Collective
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.operations import run_again, updates
 from jaxlm.costs.counted.recorder import RecordedOp
@@ -16,27 +17,6 @@ from jaxlm.parallel.rules import together
 
 OUTER = "outer step"  # that of the sum of parameters over replicas of local SGD
 DRAWS = "draws"  # the kind of array of collectives before and after a draw
-
-
-class Collective(NamedTuple):
-    """A collective that a step runs `times` times over mesh axes, on average.
-
-    `bytes`: the whole array on one device, which is the result of an all-gather and the operand of a reduce-scatter or
-    an all-reduce. `of`: the kind of array, such as "residual" or "gradients", or the path of a table. `behind`: the
-    pass whose computation does not depend on it, so that it may run meanwhile; None if all that follows waits for it.
-    `waits`: the runs among `times`, or parts of runs, that nothing is left to run behind: the first of a pass, or the
-    last.
-    `narrow_gradients`: it sums gradients of parameters in the dtype of the computation.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    times: float
-    bytes: int
-    of: str
-    behind: Literal["forward", "backward"] | None = None
-    waits: float = 0
-    narrow_gradients: bool = False
 
 
 def collectives(work: Workload) -> list[Collective]:
@@ -58,6 +38,7 @@ def _collectives(work: Workload) -> tuple[Collective, ...]:
         placed += _draws(work)
     else:
         placed += [*_copies(device), *_adapters(device), *_sums(work), *_optimizer(work)]
+        placed += between_stages(work) if work.stages > 1 else ()
     return tuple(c for c in placed if work.layout.over(c.axes) > 1 and c.times * c.bytes)
 
 
@@ -84,7 +65,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     of recomputed products once more.
     """
     work, recording, train = device.work, device.recording, device.work.kind == "train"
-    each, summed = work.passes, work.several(work.rules.summed_each_microbatch)
+    summed = work.several(work.rules.summed_each_microbatch)
 
     def scattered(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis in summed)
@@ -97,7 +78,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         once, whole = any(not device.cost(use).products for use in uses), device.weight_bytes(uses[0])
         axes, trains = device.gathered_over(uses[0]), train and path not in work.frozen
         # A table that is looked up is needed first, and its gradient comes last.
-        gathers, sums = 1 if once else each, each * trains * len(uses)
+        gathers, sums = 1 if once else device.runs(uses[0]), trains * sum(map(device.runs, uses))
         yield Collective("all-gather", axes, gathers, whole, path, "forward", gathers * once)
         yield Collective("reduce-scatter", scattered(axes), sums, whole, path, "backward", sums * once, True)
     for layer in range(len(recording.layers)):
@@ -108,6 +89,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         for axes, products in groups.items():
             backward = any(map(device.trains, products))
             trained = [use for use in products if train and recording.parameter(use) not in work.frozen]
+            each = device.runs(products[0])
             times = each * products[0].times
             gathered, gradients = (sum(map(device.weight_bytes, uses)) for uses in (products, trained))
             # The matrices of a layer are gathered while its neighbour computes; those of the first layer are waited
@@ -116,7 +98,10 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             first = each * (layer == 0)
             part = _first_read(device, products) if work.execution.in_loop else 0.0
             waits = first + part * (times - first)
-            yield Collective("all-gather", axes, times, gathered, "layers", "forward", waits)
+            again = device.runs_twice(products[0])
+            yield Collective(
+                "all-gather", axes, times * (1 + again), gathered, "layers", "forward", waits * (1 + again)
+            )
             yield Collective("all-gather", axes, times * backward, gathered, "layers", "backward", part * times)
             yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers", "backward", waits, True)
     # Gradients of vectors are accumulated in float32.
@@ -137,7 +122,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     for (_, left, _), size in whole.items():
         vectors[left] += size
     for left, size in vectors.items():
-        yield Collective("all-reduce", left, each, size, "vectors", "backward")
+        yield Collective("all-reduce", left, work.stage_passes, size, "vectors", "backward")
 
 
 def _first_read(device: DeviceStep, products: Sequence[RecordedOp]) -> float:
@@ -158,7 +143,7 @@ def _adapters(device: DeviceStep) -> Iterator[Collective]:
         product = device.cost(use).weight_product
         if product is None or use.operands[0] in relayed or not device.trains(use):
             continue
-        times, rows = work.microbatches * use.times, together(device.placed(use, 0))
+        times, rows = device.runs(use) * use.times, together(device.placed(use, 0))
         stored = work.placed(use.marker.operands[product.weight], use.shapes[product.weight])
         outputs = tuple(axis for axis in together(stored) if axis not in rows)  # devices have parts of the result
         if outputs:
@@ -186,7 +171,7 @@ def _copies(device: DeviceStep) -> Iterator[Collective]:
                     groups[key] += work.itemsize * work.stored(use.marker.operands[i], use.shapes[i])
         for (kv_heads, axes), gradient_bytes in groups.items():
             shards = work.layout.over(axes)
-            one, times = gradient_bytes // kv_heads, work.microbatches * shared[0].times
+            one, times = gradient_bytes // kv_heads, device.runs(shared[0]) * shared[0].times
             if shards % kv_heads:
                 copies = math.lcm(kv_heads, shards)
                 yield Collective("all-gather", axes, times, one * copies, "copies", "backward")
@@ -203,8 +188,8 @@ def _sums(work: Workload) -> Iterator[Collective]:
     """
     leaves = work.parameters.items()
     stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
-    wide = 4 if work.microbatches > 1 else work.itemsize
-    waits = int(work.microbatches > 1 or work.execution.scan_layers is not False)
+    wide = 4 if work.accumulates else work.itemsize
+    waits = int(work.accumulates or work.execution.scan_layers is not False)
     over = work.several(work.rules.replicas)
     yield Collective("all-reduce", over, 1, wide * stored, "gradients", "backward", waits, wide < 4)
 
@@ -242,7 +227,7 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
     uses = device.recording.uses
     whole_sums = {use.operands[0] for use in uses if device.cost(use).sums_gradients}
     for use in uses:
-        times, cost = work.passes * use.times, device.cost(use)
+        times, cost = device.runs(use) * use.times, device.cost(use)
         for each in cost.statistics:
             if not each.every_pass:
                 over = _shared_over(device, use, each)
@@ -266,7 +251,7 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
             counts["all-reduce", left, whole // work.layout.over(kept), "residual", hidden] += n
 
         reruns = use.layer is not None and not again.isdisjoint(use.results)
-        forward, trains = times * (1 + reruns), device.trains(use)
+        forward, trains = times * (1 + reruns + device.runs_twice(use)), device.trains(use)
         if cost.relays:
             counts["all-gather", over, whole, "residual", False] += forward
             if trains:
@@ -286,10 +271,11 @@ def _operands(device: DeviceStep) -> Iterator[Collective]:
             before = together(work.placed(each.axes, use.shapes[each.operand], use.num_query_heads))
             over = tuple(axis for axis in before if axis not in together(device.placed(use, each.operand)))
             reruns = use.layer is not None and not again.isdisjoint(use.results)
-            runs = {"forward": (1 + reruns) * each.forward, "backward": device.trains(use) * each.backward}
+            forward = 1 + reruns + device.runs_twice(use)
+            runs = {"forward": forward * each.forward, "backward": device.trains(use) * each.backward}
             for phase, times in runs.items():
                 behind = phase if each.is_hidden else None
-                yield Collective(each.kind, over, work.passes * use.times * times, each.bytes, each.of, behind)
+                yield Collective(each.kind, over, device.runs(use) * use.times * times, each.bytes, each.of, behind)
 
 
 def _statistics(device: DeviceStep) -> Iterator[Collective]:
@@ -300,8 +286,8 @@ def _statistics(device: DeviceStep) -> Iterator[Collective]:
         declared = [(use, each) for use in uses for each in device.cost(use).statistics if each.every_pass]
         shared = [(use, each, axes) for use, each in declared if (axes := _shared_over(device, use, each))]
         for use, first, axes in shared[:1]:
-            passes = 1 + (not again.isdisjoint(use.results)) + device.trains(use)
-            times = device.work.passes * use.times * passes * first.times
+            passes = 1 + (not again.isdisjoint(use.results)) + device.runs_twice(use) + device.trains(use)
+            times = device.runs(use) * use.times * passes * first.times
             yield Collective("all-reduce", axes, times, sum(each.bytes for _, each, _ in shared), first.of)
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jaxlm.costs.counted.traffic import Collective
+from jaxlm.costs.counted.collective import Collective
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.rates import SustainedRates
 from jaxlm.costs.stack import Stack

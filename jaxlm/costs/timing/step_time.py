@@ -101,6 +101,8 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
     rows = work.without_drafts()
     step = _on_device(rows, target, stack)
     parts, runs = step.parts, [step]
+    if rows.stages > 1:
+        parts = _with_bubble(step, _on_device(replace(rows, counts_idle=False), target, stack))
     if work.draft_model is not None:
         read = _on_device(draft_reading(work), target, stack, draws=False)
         drafting = [read, *[_on_device(draft_drawing(work), target, stack)] * work.drafts]
@@ -132,6 +134,13 @@ def _on_device(work: Workload, target: Target, stack: Stack, draws: bool = True)
     waited = communication(collectives, network, rates, stack, done.phases)
     parts = {**done.parts, **{f"exposed {name}": part for name, part in waited.exposed.items()}}
     return _DeviceTime(_bounds(ops, work, chip, stack, sent), parts, waited.hidden, done.kernels)
+
+
+def _with_bubble(step: _DeviceTime, busy: _DeviceTime) -> dict[str, Part]:
+    """Return the parts of a step without the passes of idle stages, and the time of these passes by itself."""
+    of_step, of_busy = (sum(part.seconds for part in run.parts.values()) for run in (step, busy))
+    wait = of_step - of_busy
+    return {**busy.parts, "pipeline bubble": Part(wait, 0.0, 0.1 * wait)}
 
 
 def _of_draft_model(drafting: list[_DeviceTime]) -> Part:

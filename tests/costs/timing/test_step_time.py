@@ -9,7 +9,7 @@ from workload_fixtures import changed, workload
 from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations
-from jaxlm.costs.counted.traffic import Collective
+from jaxlm.costs.counted.collective import Collective
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.rates import sustained
 from jaxlm.costs.hardware.target import Target

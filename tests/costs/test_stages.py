@@ -1,0 +1,84 @@
+"""The counted step of a model whose layers lie on the stages of a pipeline."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import model_fixtures
+import pytest
+from workload_fixtures import workload
+
+from jaxlm import config
+from jaxlm.core.errors import InputError
+from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.counted.memory import memory
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.plan import plan
+from jaxlm.costs.stages import stage_layers
+from jaxlm.costs.workload import Workload
+from jaxlm.parallel.layout import Layout
+
+MODELS = Path(config.__file__).parents[1] / "configs" / "models"
+
+
+def test_slots_of_stages():
+    """Three dense layers of DeepSeek-V3 lie outside of the stages."""
+    for name, stages, expected in (("llama3.1-405b", 16, (8, 2, 8)), ("deepseek-v3", 8, (8, 6, 11))):
+        model = config.load(MODELS / f"{name}.toml").model
+        staged = stage_layers(model, stages)
+        assert (staged.slots, staged.idle, staged.model.num_layers) == expected
+        assert stage_layers(model, 1).model == model
+    with pytest.raises(InputError, match=r"set mesh.pipeline to 1"):
+        stage_layers(model_fixtures.model(model_fixtures.MIXED), 2)
+
+
+def on_stages(stages=4, microbatches=8, **changes):
+    model = model_fixtures.model(num_layers=8)
+    return workload(
+        "train", model, 16, 32, layout=Layout(pipeline=stages, fsdp=2), microbatches=microbatches, **changes
+    )
+
+
+def test_passes_of_a_stage_are_counted_with_those_that_are_idle():
+    work = on_stages()
+    times = Counter()
+    for op in operations.step(work):
+        if op.product and op.scope.endswith("feed_forward/down"):
+            times[op.phase] += op.times
+    slots, passes = 2, 8 + 3
+    # The forward pass before the backward pass runs from the kept input of the stage.
+    assert times == {"forward": slots * passes, "rematerialised": slots * passes, "backward": 2 * slots * passes}
+    busy = [op for op in operations.step(replace(work, counts_idle=False)) if op.phase == "forward" and op.product]
+    assert {op.times for op in busy} <= {8, slots * 8}
+
+
+def test_what_stages_send_is_counted():
+    residual = 2 * 1 * 32 * 32  # one row on each device
+    sent = [each for each in traffic.collectives(on_stages()) if each.of == "stages"]
+    assert Counter((each.kind, each.times, each.bytes) for each in sent) == {
+        ("collective-permute", 11, residual): 2,
+        ("all-reduce", 8, residual): 1,
+        ("all-reduce", 11, residual): 1,
+    }
+    assert not [each for each in traffic.collectives(on_stages()) if each.of == "slots"]
+    assert [each for each in traffic.collectives(on_stages(stages=3, microbatches=4)) if each.of == "slots"]
+
+
+def test_memory_does_not_grow_with_the_number_of_microbatches():
+    once, twice = on_stages(microbatches=4), on_stages(microbatches=8)
+    assert memory(replace(twice, batch=2 * once.batch)) == memory(once)
+
+
+def test_a_plan_says_its_bubble():
+    experiment = config.load(
+        MODELS / "llama3.1-8b.toml",
+        ["training.batch=64", "training.microbatches=16", "training.sequence=4096", "training.steps=1"],
+    )
+    found = plan(Workload.of(experiment, Layout(pipeline=4, fsdp=4)), Target.parse("h100-sxm5:16"))
+    row = found.row()
+    sizes = {"count": 4, "slots": 8, "idle_slots": 0, "passes": 19, "kept_inputs": 7}
+    assert row["stages"] == {**sizes, "bubble": 3 / 19}
+    parts = row["time_s"]["parts"]
+    share = parts["pipeline bubble"] / sum(parts.values())
+    # The loss and the optimizer have no bubble.
+    assert 0.75 * 3 / 19 < share < 3 / 19

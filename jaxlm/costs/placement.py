@@ -13,8 +13,8 @@ from jaxlm.costs.stack import JAXLM
 from jaxlm.costs.stack_memory import stack_memory
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout, can_cross, over_slices
-from jaxlm.parallel.layout_choice import inference_layout, parse_mesh
-from jaxlm.parallel.rules import RULES, Kind
+from jaxlm.parallel.layout_choice import describe_axes, inference_layout, parse_mesh
+from jaxlm.parallel.rules import RULES, TRAIN, Kind
 
 
 def on_mesh(experiment: Experiment, text: str | None) -> Experiment:
@@ -61,11 +61,16 @@ def check_cache(experiment: Experiment, work: Workload) -> None:
 def say_slices(target: Target, layout: Layout) -> str | None:
     """Return a line that says that parameters cross the network between slices in every layer; None where they do
     not."""
-    if target.slices == 1 or over_slices(layout, target.slices)["fsdp"] == 1:
+    if target.slices == 1:
         return None
+    crossing = over_slices(layout, target.slices)
+    axes = [axis for axis, slices in crossing.items() if slices > 1 and axis in TRAIN.over("embed")]
+    if not axes:
+        return None
+    first, *_ = TRAIN.replicas
     return (
-        f"mesh.fsdp = {layout['fsdp']} crosses the network between {target.slices} slices in every layer: gradients "
-        f"alone cross it, once a step, with mesh.data={target.slices}"
+        f"{describe_axes(axes)} = {layout.over(axes)} crosses the network between {target.slices} slices in every "
+        f"layer: gradients alone cross it, once a step, with mesh.{first}={target.slices}"
     )
 
 

@@ -125,6 +125,7 @@ class Engine:
             steps_of=self.runner.steps_of,
         )
         self._lock = threading.Lock()
+        self.steps = 0  # dispatched, each of those of one dispatch
         self._read_at = 0.0  # when the last step was read, if another one was under way
         self._ahead: PendingStep | None = None
         self._commands: list[EngineCommand] = []  # not sent to the other processes yet
@@ -277,6 +278,7 @@ class Engine:
         self._ahead = None
         if done is None:
             self._read_at = time.monotonic()
+        self.steps += 0 if plan is None else plan.steps
         if plan is not None and plan.steps > 1:
             self._ahead = self.runner.run(plan)
         elif plan is not None:

@@ -177,7 +177,7 @@ class EngineService:
         self._draining = self._closing = False
         self._resting, self._beat = True, time.monotonic()
         self._texts: dict[str | None, TextCounts] = {name: TextCounts() for name in (None, *engine.adapters)}
-        self._steps, self._step_seconds = 0, 0.0
+        self._step_seconds = 0.0
         self._ended, self._between_ends = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -236,7 +236,7 @@ class EngineService:
             preemptions=engine.preemptions,
             drafted=engine.drafted,
             accepted=engine.accepted,
-            steps=self._steps,
+            steps=engine.steps,
             step_seconds=self._step_seconds,
         )
 
@@ -289,7 +289,7 @@ class EngineService:
                     self.engine.finish(self._finished.popleft())
                 begun = time.monotonic()
                 events = self.engine.step()
-                self._steps, self._step_seconds = self._steps + 1, time.monotonic() - begun
+                self._step_seconds = time.monotonic() - begun
                 if events:
                     self._deliver(events)
         except BaseException as error:

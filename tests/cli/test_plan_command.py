@@ -343,7 +343,7 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         ),
         (["--on", "h200-sxm:8", "--mesh", "rows=8"], "is not AXIS=N,… with axes pipeline, data, fsdp,"),
         (["--on", "h200-sxm:8", "training.batch=12"], "does not divide the 12 rows of a microbatch"),
-        (["--on", "h200-sxm:8", "training.sequence=100", "mesh.context=8"], "= 100: set training.sequence to 104"),
+        (["--on", "h200-sxm:8", "training.sequence=100", "mesh.context=8"], "set training.sequence to 112"),
         (["--on", "h200-sxm", "training.sequence=200000"], "training.sequence = 200000"),
         (["--on", "apple-m1"], "apple-m1 has no published peak for bfloat16"),
         (["--on", "tpu-v5e:5x5"], "no slice of 5x5; the nearest are"),

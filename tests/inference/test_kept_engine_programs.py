@@ -51,6 +51,7 @@ def changes(programs):
         "kernels": "xla",
         "quantized": Quantization("int8"),
         "cache_dtype": "int8",
+        "steps": 8,
         "adapters": AdapterSet((2,), ("layers/attention/query",)),
     }
 

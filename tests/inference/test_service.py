@@ -90,7 +90,8 @@ def test_a_reader_that_leaves_frees_its_pages(service):
             held = service.engine.pages_held
         assert held and not service.engine.pages_held
         task = asyncio.create_task(tokens_of(service.stream(requests(2, 100), seeds=[0, 0])))
-        await asyncio.sleep(0.05)
+        while not service.engine.pages_held:
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -6,14 +6,13 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice
 from matrices import sampled
 
 from jaxlm.models.doors import rope
 from jaxlm.models.logical_axes import HEADS
 from jaxlm.models.position_config import LinearScalingConfig, Llama3ScalingConfig, LongRopeScalingConfig, RopeConfig
 from jaxlm.models.positions import document_lengths, packed_causal_mask, rope_table
-from jaxlm.parallel.layout import AXES
 from kernels_pallas.flash_attention import KeyRange, causal_chunks, flash_attention
 
 attend = functools.partial(flash_attention, implementation="xla")
@@ -103,8 +102,7 @@ def test_only_cpus_leave_out_what_causality_hides():
 
     def chip(name, platform):
         device = AbstractDevice(name, 1, platform)
-        mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
-        return jax.sharding.use_abstract_mesh(mesh)
+        return jax.sharding.use_abstract_mesh(meshes.abstract(device=device))
 
     assert scores(jax.set_mesh(meshes.make(devices=jax.devices()[:1]))) == {"whole": False, "chunks": True}
     assert scores(chip("NVIDIA H200", "gpu")) == {"whole": True, "chunks": False}

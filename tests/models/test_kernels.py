@@ -8,12 +8,11 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice
 from launches import launches
 from matrices import sampled
 
 from jaxlm.models import kernels
-from jaxlm.parallel.layout import AXES
 from jaxlm.training.step import TrainStep
 from kernels_pallas.core import interpreted
 
@@ -98,7 +97,7 @@ def test_the_chip_and_the_switch_decide(chip, tensor):
     """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward, and
     attention, whose backward pass is two kernels on a GPU, also where two key/value heads are on four devices."""
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}.get(chip[0], "cpu"))
-    mesh = AbstractMesh((1, 1, tensor), AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    mesh = meshes.abstract(tensor=tensor, device=device)
 
     def kernels_of_a_step(kernels):
         model = model_fixtures.model(FAMILIES["qwen3"])

@@ -138,7 +138,7 @@ def test_it_is_what_the_paper_says(variant):
         np.testing.assert_allclose(made[row, part], expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
-def plain_attention(query_BTNH, view, *, scale=None, value_dim=None):
+def plain_attention(query_BTNH, view, *, scale=None, value_dim=None, reach=None):
     """Attention in the dtype of its operands, which the kernels' has float32 sums of."""
     key, value = view.arrays["key"], view.arrays.get("value", view.arrays["key"][..., :value_dim])
     key, value = (jnp.repeat(x, query_BTNH.shape[2] // x.shape[2], axis=2) for x in (key, value))

@@ -9,7 +9,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice
 from matrices import sampled
 from model_fixtures import FAMILIES
 from store_fixtures import write_store
@@ -18,7 +18,6 @@ from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.models.masks import OneDocumentMask
 from jaxlm.models.positions import document_lengths, packed_causal_mask
-from jaxlm.parallel.layout import AXES
 from jaxlm.training.goodput import Clock
 from jaxlm.training.loop import Start, Trainer
 from jaxlm.training.paths import RunPaths
@@ -69,7 +68,7 @@ def test_cudnn_trains_on_such_rows_where_runs_may_differ(monkeypatch):
     monkeypatch.setattr(cudnn, "is_absent", lambda: None)
     monkeypatch.setattr(cudnn, "flash_attention", lambda operands, *_: operands.query)
     device = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    mesh = meshes.abstract(device=device)
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
     model = model_fixtures.model(attention=heads, num_layers=2)
 
@@ -101,7 +100,7 @@ def test_a_run_knows_its_mask_where_each_row_of_every_source_is_one_document(tmp
         return SimpleNamespace(train=store, held_out=store, weight=0.5)
 
     known, of = [], TrainStep.of
-    monkeypatch.setattr(TrainStep, "of", lambda settings, each: known.append(each) or of(settings, each))
+    monkeypatch.setattr(TrainStep, "of", lambda settings, mesh, each: known.append(each) or of(settings, mesh, each))
     sources = {"whole": source("whole", "a" * 20), "other": source("other", second, second)}
     experiment = model_fixtures.experiment(model_fixtures.model(num_layers=1), sequence=16)
     start = Start(clock=Clock(), display=SimpleNamespace(say=print), profiler=None, stop=None, trains_from=known.append)

@@ -20,6 +20,12 @@ def refused():
     raise Lowered
 
 
+@pytest.fixture(autouse=True)
+def without_plugins(monkeypatch):
+    """Forget the plug-ins that other tests of this process imported."""
+    monkeypatch.setattr(plugins, "_imported", {})
+
+
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """A folder of programs of its own, which holds the doubling of `X`, and what asks for that."""

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.models.doors.scan import ChunkRows, Recurrence, States
-from jaxlm.models.logical_axes import HEAD_STATE, HEADS
-from jaxlm.models.recurrences.decay import by_group, by_token, decays_in_chunk
+from jaxlm.models.recurrences.decay import by_group, decays_in_chunk
+from jaxlm.models.recurrences.matrix_state import matrix_recurrence, through_matrix
 
 CHUNK = 64  # tokens
 _BLOCK = 4  # rows of a block whose inverse is a short series
@@ -23,8 +23,7 @@ def gated_delta_rule(heads: int, key_dim: int, value_dim: int) -> Recurrence:
     and keys are divided by their lengths, queries by √H besides; each is shared by N / K heads that follow one another.
     Its outputs are [B, T, N, V] in v's dtype. Its state [N, H, V] is called `matrix`. All is computed in float32.
     """
-    first = {"matrix": (jnp.zeros((heads, key_dim, value_dim), jnp.float32), HEAD_STATE)}
-    return Recurrence(_chunk, first, HEADS, CHUNK)
+    return matrix_recurrence(_chunk, CHUNK, heads, key_dim, value_dim)
 
 
 def _chunk(
@@ -37,15 +36,14 @@ def _chunk(
     beta_BCN: jax.Array,
 ) -> tuple[States, jax.Array]:
     """Compute a chunk: the tokens' changes d = β·(v − Sᵀk) of the state solve a triangular system (section 3.3)."""
-    (B, C, K, H), (N, V) = q_BCKH.shape, v_BCNV.shape[2:]
+    K, H = q_BCKH.shape[2:]
     is_token_BC1 = rows.is_token_BC[:, :, None]
     q_BKCH = jnp.swapaxes(_unit(q_BCKH) * H**-0.5, 1, 2)
     k_BKCH = jnp.swapaxes(_unit(k_BCKH) * is_token_BC1[..., None], 1, 2)
     beta_BKGC, g_BKGC = (by_group(jnp.where(is_token_BC1, x, 0.0), K) for x in (beta_BCN, g_BCN))
-    numbers = q_BKCH, k_BKCH, by_group(v_BCNV, K), jnp.cumsum(g_BKGC, axis=3), beta_BKGC
-    state_BKGHV = states["matrix"].reshape(B, K, N // K, H, V)
-    y_BKGCV, after_BKGHV = (_token if C == 1 else _tokens)(state_BKGHV, rows.document_BC, *numbers)
-    return {"matrix": after_BKGHV.reshape(B, N, H, V)}, by_token(y_BKGCV).astype(v_BCNV.dtype)
+    arrays = q_BKCH, k_BKCH, by_group(v_BCNV, K), jnp.cumsum(g_BKGC, axis=3), beta_BKGC
+    states, y_BCNV = through_matrix(states, rows, _token, _tokens, *arrays)
+    return states, y_BCNV.astype(v_BCNV.dtype)
 
 
 def _unit(x: jax.Array) -> jax.Array:

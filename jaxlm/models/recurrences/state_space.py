@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray
-from jaxlm.models.logical_axes import HEAD_STATE, HEADS
-from jaxlm.models.recurrences.decay import by_group, by_token, decays_in_chunk
+from jaxlm.models.recurrences.decay import by_group, decays_in_chunk
+from jaxlm.models.recurrences.matrix_state import matrix_recurrence, through_matrix
 
 CHUNK = 64  # tokens
 
@@ -19,8 +19,7 @@ def state_space(heads: int, state_dim: int, head_dim: int, skip: TokenArray) -> 
     δ, both [B, T, N]. Each q and k is shared by N / K heads that follow one another. Outputs are [B, T, N, V] in the
     dtype of v. Its state [N, H, V] is called `matrix`. All is computed in float32. `skip`: [N].
     """
-    first = {"matrix": (jnp.zeros((heads, state_dim, head_dim), jnp.float32), HEAD_STATE)}
-    return Recurrence(_chunk, first, HEADS, CHUNK, (skip,))
+    return matrix_recurrence(_chunk, CHUNK, heads, state_dim, head_dim, (skip,))
 
 
 def _chunk(
@@ -34,16 +33,14 @@ def _chunk(
     skip_N: jax.Array,
 ) -> tuple[States, jax.Array]:
     """Compute a chunk (section 6, by blocks)."""
-    (B, C, K, H), (N, V) = q_BCKH.shape, v_BCNV.shape[2:]
+    K = q_BCKH.shape[2]
     is_token_BC1, float32 = rows.is_token_BC[:, :, None], jnp.float32
     delta_BCN, g_BCN = (jnp.where(is_token_BC1, x, 0.0) for x in (delta_BCN, g_BCN))
     q_BKCH, k_BKCH = (jnp.swapaxes(x.astype(float32), 1, 2) for x in (q_BCKH, k_BCKH))
     written_BKGCV = by_group(v_BCNV * delta_BCN[..., None], K)
-    numbers = q_BKCH, k_BKCH, written_BKGCV, jnp.cumsum(by_group(g_BCN, K), axis=3)
-    state_BKGHV = states["matrix"].reshape(B, K, N // K, H, V)
-    y_BKGCV, after_BKGHV = (_token if C == 1 else _tokens)(state_BKGHV, rows.document_BC, *numbers)
-    y_BCNV = by_token(y_BKGCV) + skip_N.astype(float32)[None, None, :, None] * v_BCNV
-    return {"matrix": after_BKGHV.reshape(B, N, H, V)}, y_BCNV.astype(v_BCNV.dtype)
+    arrays = q_BKCH, k_BKCH, written_BKGCV, jnp.cumsum(by_group(g_BCN, K), axis=3)
+    states, y_BCNV = through_matrix(states, rows, _token, _tokens, *arrays)
+    return states, (y_BCNV + skip_N.astype(float32)[None, None, :, None] * v_BCNV).astype(v_BCNV.dtype)
 
 
 def _token(

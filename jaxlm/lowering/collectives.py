@@ -30,7 +30,7 @@ class CompiledCollective(NamedTuple):
       axes: mesh axes along which the members of a group differ; between slices all axes over which slices differ.
       bytes: of one run on one device: an all-gather's output, a reduce-scatter's or all-reduce's input.
       scope: JAX's name of the operation that it belongs to.
-      spans_axes: each group has all devices along `axes`.
+      spans_axes: each group has all devices along `axes`; a permutation goes by one place along them.
       in_loop: runs inside a loop.
       crosses_slices: it is the part between slices of a collective whose other parts are collectives within a slice.
     """
@@ -77,9 +77,12 @@ def collectives(
             if part is not None and (part, times) in parts_seen:
                 continue
             parts_seen.add((part, times))
-            axes, spans_axes = axes_of(groups(instruction, math.prod(mesh.values())), mesh)
+            members = groups(instruction, math.prod(mesh.values()))
+            axes, spans_axes = axes_of(members, mesh)
             if not axes:
                 continue
+            if kind == "collective-permute":
+                spans_axes = goes_one_place(members, axes, mesh)
             spans_axes = spans_axes and outer.keys().isdisjoint(axes)
             if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
@@ -148,6 +151,17 @@ def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[tuple[str, ...
     differing = np.any(places != places[:, :1], axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, differing, strict=True) if differs)
     return axes, groups.shape[1] == math.prod(mesh[axis] for axis in axes)
+
+
+def goes_one_place(pairs: np.ndarray, axes: Iterable[str], mesh: Mapping[str, int]) -> bool:
+    """Return whether a permutation, int [n, 2] of sources and targets, goes by one place along mesh axes, all pairs the
+    same way; the last is followed by the first."""
+    places = dict(zip(mesh, np.unravel_index(pairs, tuple(mesh.values())), strict=True))
+    along, size = np.zeros_like(pairs), 1
+    for axis in reversed([axis for axis in mesh if axis in axes]):
+        along, size = along + size * places[axis], size * mesh[axis]
+    steps = set(((along[:, 1] - along[:, 0]) % size).tolist())
+    return steps in ({1}, {size - 1})
 
 
 def _part_of(instruction: HloInstruction) -> tuple | None:

@@ -53,6 +53,17 @@ def test_a_part_of_an_axis_is_said():
     assert collectives.axes_of(found, MESH) == (("tensor",), False)
 
 
+@pytest.mark.parametrize(
+    "axes, by, is_neighbour", [(("tensor",), 1, True), (("tensor",), -1, True), (("tensor",), 2, False),
+                               (("fsdp",), 1, True), (("data", "fsdp"), 1, True), (("data", "fsdp"), 2, False)]
+)  # fmt: skip
+def test_a_permutation_by_one_place_along_axes_is_told_from_others(axes, by, is_neighbour):
+    pairs = [(one, other) for group in along(*axes) for one, other in zip(group, np.roll(group, -by), strict=True)]
+    listed = ",".join(f"{{{one},{other}}}" for one, other in pairs)
+    found = collectives.groups(instruction(f"source_target_pairs={{{listed}}}"), 16)
+    assert collectives.goes_one_place(found, axes, MESH) == is_neighbour
+
+
 def test_an_unknown_syntax_is_not_guessed():
     with pytest.raises(ValueError, match="unknown syntax"):
         collectives.groups(instruction("replica_groups=<everybody>"), 16)

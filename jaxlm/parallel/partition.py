@@ -112,12 +112,6 @@ def shards_of(axis: str | None, size: int) -> int:
     return 1 if mesh.empty else rules_around().shards(axis, size, _sizes_left(mesh))
 
 
-def mesh_axes_of(axis: str) -> tuple[str, ...]:
-    """Return the mesh axes with several devices that shard a logical axis under the mesh and rules around."""
-    sizes = _sizes_left(mesh_around())
-    return tuple(name for name in rules_around().over(axis) if sizes.get(name, 1) > 1)
-
-
 def is_sharded(axis: str) -> bool:
     """Return whether the mesh around shards a logical axis where its size lets it."""
     mesh = mesh_around()

@@ -20,9 +20,9 @@ from jaxlm.models import kernels
 from jaxlm.models.doors.cost import Exchange, LocalArray
 from jaxlm.models.execution_config import ContextParallel
 from jaxlm.models.logical_axes import HEADS, KEYS, KV_HEADS, Axes
-from jaxlm.parallel.collectives import on_each_device
+from jaxlm.parallel.collectives import axes_over, on_each_device
 from jaxlm.parallel.columns import in_column_order
-from jaxlm.parallel.partition import mesh_axes_of, shards_of
+from jaxlm.parallel.partition import shards_of
 from kernels_pallas.flash_attention import KeyRange, flash_attention, gradients_over_part, over_part
 
 # With at least so many queries on a device for each key head, a block takes longer to compute than the next to come:
@@ -150,9 +150,8 @@ def shared_attention(
     shards = shards_of("sequence", T)
     heads, kv_heads = N // shards_of("act_heads", N), K // shards_of("act_kv_heads", K)
     sizes = SharedSequence(shards, T // shards, heads, kv_heads, reach)
-    settings = _SharedSettings(
-        mesh_axes_of("sequence"), sizes, scale, soft_cap, kernels.deterministic(), kernels.implementation()
-    )
+    axes, deterministic = axes_over("sequence", T), kernels.deterministic()
+    settings = _SharedSettings(axes, sizes, scale, soft_cap, deterministic, kernels.implementation())
     intervals = [jnp.asarray(x, jnp.int32) for x in key_range]
     way = sizes.way(kernels.context_parallel())
     if way == "ring":

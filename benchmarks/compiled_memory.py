@@ -162,6 +162,14 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", one, "h100-sxm5:4", 64, 2048, fsdp(4), (*each, halves))
     yield MemoryCase("train", one, "h200-sxm:4", 8, 2048, Layout(data=2, fsdp=2), (few, auto, full, halves))
 
+    # Sequences, experts and layers that devices share out.
+    big, eight = "llama3.1-405b", (auto, full, "model.num_layers=8")
+    yield MemoryCase("train", big, "h100-sxm5:64", 4, 131072, Layout(context=16, tensor=4), eight)
+    staged, of_experts = (lambda n: f"training.microbatches={n}"), (*eight, "model.pattern=[]")  # noqa: E731
+    deepseek, on_64, on_256 = "deepseek-v3", Layout(pipeline=4, expert=16), Layout(pipeline=8, expert=32)
+    yield MemoryCase("train", deepseek, "h100-sxm5:64", 128, 4096, on_64, (*of_experts, staged(8)))
+    yield MemoryCase("train", deepseek, "h100-sxm5:256", 512, 4096, on_256, (*of_experts, staged(16)))
+
     yield MemoryCase("prefill", llama, "h200-sxm", 4, 4096)
     yield MemoryCase("prefill", llama, "h100-sxm5:8", 8, 4096, tensor(1, 8))
     yield MemoryCase("prefill", llama, "tpu-v5e:2x4", 4, 4096, tensor(1, 8))

@@ -131,8 +131,11 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
     if working := _with_workspace(device, uses):
         return max(LayerPeak(_around_workspace(device, layer, i), i) for i in working)
     kept, peaks = _read_where_it_is(device, layer), []
+    beside = [device.cost(use).workspace.beside for use in uses]
     for i, read in enumerate(_reads(device, uses)):
         there = _bytes(device, read.values - kept.values) + max(0, read.more - kept.more)
+        # A GPU's program computes the gradients of matrices last: what these products read of later doors waits.
+        there += beside[i] if device.work.platform == "tpu" else sum(beside[i:])
         peaks.append(LayerPeak(there + _bytes_of_gradients(device, layer, i), i))
     return max(peaks)
 

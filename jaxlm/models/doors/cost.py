@@ -261,7 +261,7 @@ class Workspace(NamedTuple):
     Attributes:
       forward, backward: where there are any, they are more than all else in its layer.
       keeping: those of the forward pass where all is kept that the backward pass reads, and of that backward pass.
-      beside: in the forward pass, beside all that is there.
+      beside: in each pass, beside all that is there: arrays that are made again for the backward pass.
     """
 
     forward: int = 0

@@ -355,7 +355,8 @@ def _declare_from(local: Local) -> DoorCost:
     choices = local.operands[5].shape[-1]
     product = Product(1, _own(local, rows), hidden.shape[-1], channels)
     cost = _product_cost(local, rows // choices, choices, hidden, parts, product)
-    workspace = Workspace(beside=rows * channels * hidden.itemsize)
+    # The hidden numbers times their weights, and the product's rows.
+    workspace = Workspace(beside=hidden.bytes + rows * channels * hidden.itemsize)
     saved = Saved((0, 5) if hidden.is_trained else ())
     contracted = 1, (0, 1 if is_quantized else 2)
     weights = _gathered(local, 5, _OWN)

@@ -12,6 +12,7 @@ from kernels_pallas.flash_attention import flash_attention
 from kernels_pallas.gated_activation import gated_activation
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.layer_norm import layer_norm
+from kernels_pallas.linear_attention import gated_delta_rule, state_space
 from kernels_pallas.linear_cross_entropy import linear_cross_entropy
 from kernels_pallas.matmul import matmul
 from kernels_pallas.paged_attention import paged_attention
@@ -25,6 +26,7 @@ __all__ = [
     "explain",
     "flash_attention",
     "gated_activation",
+    "gated_delta_rule",
     "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
@@ -36,4 +38,5 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "softmax",
+    "state_space",
 ]

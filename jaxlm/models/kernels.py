@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,15 +50,21 @@ def implementation() -> str | None:
     return None if _chosen.value[0] != "xla" and (interpretation.current() is not None or on_chip) else "xla"
 
 
-def run(operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
-    """Return operation(*arrays, **options) of kernels_pallas, whose results are sharded as the first array is.
+def run(
+    operation: Callable,
+    *operands: tuple[jax.Array | None, Axes],
+    results: Sequence[Axes] | None = None,
+    **options: Any,
+) -> Any:
+    """Return operation(*arrays, **options) of kernels_pallas.
 
     XLA partitions "xla" itself; kernels run inside a shard_map, each device on its own shards.
 
     Args:
       operands: each array with its logical axes; what the operation looks at together must be whole on a device.
+      results: the logical axes of each result, of a tuple; None: they are sharded as the first array is.
     """
     call = functools.partial(operation, implementation=implementation(), **options)
     if implementation() == "xla":
         return call(*(x for x, _ in operands))
-    return on_each_device(call, *operands)
+    return on_each_device(call, *operands, results=results)

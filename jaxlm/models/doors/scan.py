@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import InputError
+from jaxlm.models import kernels
 from jaxlm.models.doors.cost import DoorCost, Local, Saved, Traced, Workspace
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.partition import is_sharded
+from kernels_pallas.core.chunk_scan import scan_chunks
 from kernels_pallas.paged_attention.costs import SectionReads
 
 States = dict[str, jax.Array]  # by slot, [B, *shape]
@@ -47,6 +49,9 @@ class ChunkRows(NamedTuple):
 # last token and the outputs [B, C, …]. A document that begins in the chunk reads none of the states before it. Padding
 # changes no state; its outputs are anything. The function closes over no array, so that gradients and costs are known.
 Chunk = Callable[..., tuple[States, jax.Array]]
+# Takes arrays [B, T, …], weights, the states before the tokens, and what `ChunkRows` has of them, one after the other,
+# with the options `chunk`, the most tokens of a chunk, and `implementation`; returns the outputs and the states after.
+Operation = Callable[..., tuple[jax.Array, ...]]
 
 
 class Recurrence(NamedTuple):
@@ -58,6 +63,7 @@ class Recurrence(NamedTuple):
       axes: the logical axes of the outputs, [B, T, …].
       size: the most tokens of a chunk; None computes all tokens of a pass at once.
       weights: arrays that all tokens read, each with its logical axes.
+      operation: computes all tokens of a pass, where `kernels_pallas` has an operation that does.
     """
 
     chunk: Chunk
@@ -65,6 +71,7 @@ class Recurrence(NamedTuple):
     axes: Axes
     size: int | None = None
     weights: tuple[TokenArray, ...] = ()
+    operation: Operation | None = None
 
     def initial_states(self, sequences: int) -> States:
         """Return the states [B, *shape] of sequences that begin."""
@@ -172,27 +179,21 @@ def _declare(local: Local) -> DoorCost:
 def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: TokenArray) -> tuple[jax.Array, ...]:
     """Return the outputs [B, T, …] and the states after the last token, in their order."""
     _check_whole(is_sharded("sequence"))
-    (B, T), arrays, weights = rows.is_token_BC.shape, tuple(x for x, _ in inputs), [x for x, _ in recurrence.weights]
-    size = recurrence.size or T
+    arrays, weights = tuple(x for x, _ in inputs), [x for x, _ in recurrence.weights]
+    if recurrence.operation is not None:
+        of_states = [(states[name], ("batch", *of_state)) for name, (_, of_state) in recurrence.first.items()]
+        return kernels.run(
+            recurrence.operation,
+            *(*inputs, *recurrence.weights, *of_states, *((x, recurrence.axes[:2]) for x in rows)),
+            results=(recurrence.axes, *(axes for _, axes in of_states)),
+            chunk=recurrence.size,
+        )
 
     def one(states: States, chunk: tuple[ChunkRows, tuple[jax.Array, ...]]) -> tuple[States, jax.Array]:
         after, outputs = recurrence.chunk(states, chunk[0], *chunk[1], *weights)
         return {name: after[name].astype(x.dtype) for name, x in states.items()}, outputs
 
-    if T <= size:
-        states, outputs_BT = one(states, (rows, arrays))
-        return outputs_BT, *states.values()
-
-    def in_chunks(x: jax.Array) -> jax.Array:
-        """[B, T, …] → [chunks, B, C, …]; padding fills the last."""
-        x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.swapaxes(x.reshape(B, -1, size, *x.shape[2:]), 0, 1)
-
-    # The backward pass keeps the states between chunks alone, and computes a chunk again.
-    states, outputs = jax.lax.scan(
-        jax.checkpoint(one, prevent_cse=False), states, jax.tree.map(in_chunks, (rows, arrays))
-    )
-    outputs_BT = jnp.swapaxes(outputs, 0, 1).reshape(B, -1, *outputs.shape[3:])[:, :T]
+    states, outputs_BT = scan_chunks(one, states, (rows, arrays), recurrence.size or rows.is_token_BC.shape[1])
     return outputs_BT, *states.values()
 
 

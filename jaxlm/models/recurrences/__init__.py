@@ -1,1 +1,1 @@
-"""The mathematics of recurrent mixers: what `jaxlm.models.doors.scan` carries through the tokens of documents."""
+"""Recurrences of mixers: what `jaxlm.models.doors.scan` carries through the tokens of documents."""

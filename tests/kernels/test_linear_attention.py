@@ -1,0 +1,110 @@
+"""Linear attention in chunks against its recurrences in float64, with documents and padding; and what is refused."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrices import sampled
+
+from kernels_pallas import gated_delta_rule, state_space
+from kernels_pallas.linear_attention import reference
+
+B, T, K, N, H, V, CHUNK = 2, 21, 2, 4, 8, 12, 8
+FUNCTIONS = {"gated_delta_rule": gated_delta_rule, "state_space": state_space}
+
+
+def operands(name, tokens=T, begins=(), dtype=np.float64):
+    """Return arrays of a call, of which the second row has padding after three quarters of its tokens."""
+    random = np.random.default_rng(0)
+    shapes = [(B, tokens, K, H)] * 2 + [(B, tokens, N, V)] + [(B, tokens, N)] * 2
+    arrays = [random.standard_normal(shape) for shape in shapes]
+    arrays[3], arrays[4] = -np.log1p(np.exp(arrays[3])), 1 / (1 + np.exp(-arrays[4]))
+    arrays += [random.standard_normal(N)] * (name == "state_space") + [random.standard_normal((B, N, H, V))]
+    is_token = np.arange(tokens) < np.array([[tokens], [3 * tokens // 4 + 1]])
+    is_first = np.zeros((B, tokens), bool)
+    is_first[:, list(begins)] = True
+    return [jnp.asarray(x, dtype) for x in arrays], jnp.asarray(is_token), jnp.asarray(is_first)
+
+
+def with_gradients(function, arrays, is_token, begins):
+    """Return the outputs of tokens and the last state, and the gradients of all arrays for a function of both."""
+
+    @jax.jit
+    def run(*arrays):
+        def results(*arrays):
+            y, state = function(*arrays, is_token, begins)
+            return jnp.where(is_token[..., None, None], y, 0), state
+
+        made, pull_back = jax.vjp(results, *arrays)
+        return made, pull_back(jax.tree.map(jnp.cos, made))
+
+    return run(*arrays)
+
+
+PLACES = [(), (0,), (7,), (8,), (9,), (15, 16, 17), (3, 4, 12, 20)]  # in chunks of 8: their first, second and last
+
+
+@pytest.mark.parametrize("begins", sampled(PLACES, ["(3, 4, 12, 20)"]), ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_chunks_are_the_recurrence(name, begins):
+    """Results and gradients, with documents that begin anywhere in chunks, padding and an initial state.
+
+    Rounding makes up to 1.5e-6 of the largest number.
+    """
+    arrays, *flags = operands(name, begins=begins, dtype=np.float32)
+    in_chunks = functools.partial(FUNCTIONS[name], chunk=CHUNK, implementation="xla")
+    made = with_gradients(in_chunks, arrays, *flags)
+    with jax.enable_x64(True):
+        exact, *flags = operands(name, begins=begins)
+        expected = with_gradients(getattr(reference, name), exact, *flags)
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=5e-6 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_that_is_cut_goes_on_where_it_was(name):
+    arrays, is_token, begins = operands(name, 2 * CHUNK, (3, 12), np.float32)
+    run = jax.jit(functools.partial(FUNCTIONS[name], chunk=CHUNK))
+    whole, after = run(*arrays, is_token, begins)
+    parts, state = [], arrays[-1]
+    for part in (slice(0, CHUNK), slice(CHUNK, None)):
+        tokens, weights = [x[:, part] for x in arrays[:5]], arrays[5:-1]
+        y, state = run(*tokens, *weights, state, is_token[:, part], begins[:, part])
+        parts.append(y)
+    # A chunk alone and one of several are different programs, whose roundings differ by up to 5e-7.
+    np.testing.assert_allclose(state, after, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1)[is_token], whole[is_token], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_flags_may_be_left_out(name, tokens):
+    arrays, is_token, begins = operands(name, tokens, dtype=np.float32)
+    made = FUNCTIONS[name](*arrays)
+    chex.assert_trees_all_equal(made, FUNCTIONS[name](*arrays, jnp.ones_like(is_token), begins))
+    assert made[0].shape == arrays[2].shape and made[1].shape == arrays[-1].shape
+
+
+WRONG = [
+    ({"query": jnp.zeros((B, T, 3, H)), "key": jnp.zeros((B, T, 3, H))}, "N a multiple of K"),
+    ({"value": jnp.zeros((B, T, N))}, r"value is \[2, 21, 4\]; they must be \[B, T, K, H\] and \[B, T, N, V\]"),
+    ({"key": jnp.zeros((B, T, K, H), jnp.bfloat16)}, r"key is bfloat16.* like query"),
+    ({"beta": jnp.zeros((B, T, K))}, r"beta is \[2, 21, 2\]; it must be \[2, 21, 4\]"),
+    ({"log_decay": jnp.zeros((B, T, N), jnp.int32)}, "log_decay is int32; it must be of floating point"),
+    ({"state": jnp.zeros((B, N, V, H))}, r"state is \[2, 4, 12, 8\]; it must be \[2, 4, 8, 12\]"),
+    ({"begins": jnp.zeros((B, T))}, r"begins is float32\[2, 21\]; it must be bool\[2, 21\]"),
+    ({"chunk": 0}, "chunk = 0; it must be 1 or more tokens"),
+    ({"implementation": "cuda"}, "there is no implementation 'cuda'"),
+]
+
+
+@pytest.mark.parametrize("changed, message", WRONG, ids=range(len(WRONG)))
+def test_what_does_not_fit_is_refused(changed, message):
+    names = "query", "key", "value", "log_decay", "beta", "state"
+    arrays, is_token, begins = operands("gated_delta_rule", dtype=np.float32)
+    call = dict(zip(names, arrays, strict=True)) | {"is_token": is_token, "begins": begins}
+    with pytest.raises(ValueError, match=f"gated_delta_rule: .*{message}"):
+        gated_delta_rule(**(call | changed))

@@ -381,14 +381,25 @@ class Workload:
         return self.layout.over(self.rules.over("layers"))
 
     @property
+    def rounds(self) -> int:
+        """The chunks of layers of each stage."""
+        return self.execution.pipeline_rounds if self.stages > 1 else 1
+
+    @property
     def ticks(self) -> Ticks:
         """The schedule of the stages."""
-        return Ticks(self.stages, self.microbatches)
+        return Ticks(self.stages, self.microbatches, self.rounds)
 
     @property
     def stage_passes(self) -> int:
-        """Forward passes of a stage that follow one another, idle ones among them where they are counted."""
-        return self.ticks.passes if self.stages > 1 and self.counts_idle else self.passes
+        """Forward passes of a stage, through one of its chunks each, that follow one another, idle ones among them
+        where they are counted."""
+        return self.ticks.passes if self.stages > 1 and self.counts_idle else self.rounds * self.passes
+
+    @property
+    def end_passes(self) -> int:
+        """Forward passes through what is before the stages, idle ones among them where they are counted."""
+        return self.ticks.at_ends if self.stages > 1 and self.counts_idle else self.passes
 
     @property
     def accumulates(self) -> bool:
@@ -397,8 +408,8 @@ class Workload:
 
     @property
     def stage_layers(self) -> StageLayers:
-        """The layers of a stage."""
-        return stage_layers(self.model, self.stages)
+        """The layers of a chunk of a stage."""
+        return stage_layers(self.model, self.stages, self.rounds)
 
     @memoized
     def rows(self) -> int:

@@ -49,6 +49,11 @@ class ExecutionConfig(Section):
     exchanges its tokens for heads ("heads", of which `mesh.context` has to divide those of a device), or keys and
     values travel around while blocks are computed ("ring"). "auto" takes a ring where blocks are large enough to hide
     it, and otherwise the way that sends fewer bytes."""
+    pipeline_rounds: Annotated[int, Field(ge=1)] = 1
+    """The chunks of layers that each stage of `mesh.pipeline` has. A microbatch goes around all stages as many times,
+    which leaves them less idle: (S − 1) / (M R + S − 1) of S stages, M microbatches and R rounds. Stages then send R
+    times as much and keep about (R + 1) / 2 times as many inputs, of shorter chunks; matrices move to their stages, and
+    gradients back, once a step. More than 1 needs `training.microbatches` that `mesh.pipeline` divides."""
     remat: Remat = "none"
     """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
     activations named, such as ["query", "up"]."""

@@ -1,10 +1,10 @@
 """A pipeline of stages, each with its part of stacked weights, through which microbatches pass.
 
-The schedule is that of `jaxlm.parallel.ticks`: three loops with a body each, and no branch on the stage. Where a stage
-has no microbatch it computes all the same, and nothing keeps the result.
+The schedule is that of `jaxlm.parallel.ticks`: loops with a body for each kind of tick, and no branch on the stage.
+Where a stage has no microbatch it computes all the same, and nothing keeps the result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxlm.parallel.layout import Layout
-from jaxlm.parallel.partition import constrain, mesh_around, partition, rules_around
-from jaxlm.parallel.ticks import Ticks
+from jaxlm.parallel.partition import constrain, mesh_around, rules_around
+from jaxlm.parallel.ticks import Ticks, TickSpan
 from kernels_pallas.core import target
 
 # The logical axis of stacked weights, whose parts the stages have.
@@ -35,13 +35,13 @@ class Model(NamedTuple):
     Everything reads `rows`, a tree of arrays [M, …] of all microbatches, and the index of its own.
 
     Attributes:
-      enter: (outer weights, rows, index) → ((x, loss), sums), what goes into the first stage.
-      stage: (weights of a stage, rows, index, stage, x) → ((y, loss), (sums, by_slot)), y like x. The weights are a
-        pair, those that have gradients and the others.
-      leave: (outer weights, rows, index, y) → (loss, sums), of what the last stage gives.
+      enter: (outer weights, rows, index) → ((x, loss), sums), what goes into the first chunk of layers.
+      stage: (weights of a chunk, rows, index, chunk, x) → ((y, loss), (sums, by_slot)), y like x. The weights are a
+        pair, those that have gradients and the others. `chunk`: its index, in the order of layers.
+      leave: (outer weights, rows, index, y) → (loss, sums), of what the last chunk gives.
 
     Each `loss` is a float32 scalar, a part of what is made small. `sums` are trees of arrays that are added up over
-    microbatches, and over stages too; `by_slot` have a first dimension for the layers of a stage, and are added up over
+    microbatches, and over chunks too; `by_slot` have a first dimension for the layers of a chunk, and are added up over
     microbatches.
     """
 
@@ -61,37 +61,9 @@ class Totals(NamedTuple):
     leave: Tree
 
 
-def slots(stack: Tree, axes: Tree) -> Tree:
-    """Return stacked weights [L, …] with these logical axes as [S · ⌈L / S⌉, …], those of a stage together. What is
-    more than L is the last layer again: slots that stages leave idle."""
-
-    def padded(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        more = -len(x) % stages_around()
-        if not more:
-            return x
-        stored = partition(axes, x.shape, mesh_around())
-        x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (more, *x.shape[1:]))])
-        # Pinned on both sides, so that it moves by an all-to-all of what devices have.
-        return constrain(jax.lax.with_sharding_constraint(x, stored), *axes)
-
-    return jax.tree.map(padded, stack, axes)
-
-
-def without_slots(stack: Tree, axes: Tree, layers: int) -> Tree:
-    """Return [S · ⌈L / S⌉, …] as [L, …], as stacked weights lie: the opposite of `slots`."""
-
-    def cut(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        if len(x) == layers:
-            return x
-        stored = partition(axes, (layers, *x.shape[1:]), mesh_around())
-        return jax.lax.with_sharding_constraint(x, stored)[:layers]
-
-    return jax.tree.map(cut, stack, axes)
-
-
-def pinned(tree: Tree, axes: Tree) -> Tree:
-    """Return a tree of arrays with these logical axes where they lie."""
-    return jax.tree.map(lambda x, axes: constrain(x, *axes), tree, axes)
+def pinned(tree: Tree, axes: Tree, *before: None) -> Tree:
+    """Return a tree of arrays with these logical axes, and others before them, where they lie."""
+    return jax.tree.map(lambda x, axes: constrain(x, *before, *axes), tree, axes)
 
 
 def gradients(
@@ -104,12 +76,12 @@ def gradients(
     weight_axes: tuple[Tree, Tree],
 ) -> tuple[Totals, tuple[Tree, Tree]]:
     """Return what the parts of a model return besides the residual, and the gradients of its loss, float32, of the
-    outer weights and of the stacked ones, [slots, …].
+    outer weights and of the stacked ones, [R, slots, …].
 
-    What is kept of a microbatch are the inputs of its stages: 2 S − 1 on each, whatever their number is.
+    What is kept of a microbatch are the inputs of chunks: `Ticks.kept` on each stage, whatever their number is.
 
     Args:
-      stack: the weights of `slots`, those that have gradients and the others.
+      stack: the weights in slots (`jaxlm.parallel.slots`), those that have gradients and the others.
       rows: read by all stages.
       axes: the logical axes of what passes between stages.
       weight_axes: those of each outer weight, and of each stacked one that has a gradient.
@@ -125,11 +97,13 @@ def forward(
 
 
 class _Passing(NamedTuple):
-    """The arrays on stages between two ticks, [S, …] of the residual.
+    """The arrays of the residual between two ticks: [S, …] on stages, but `entering`.
 
-    `arrived`: from the stage before, and `returned`: the gradient from the stage after. `inputs`: [S, 2 S − 1, …].
+    `entering`: what goes into the first chunk next. `arrived`: from the stage before, and `returned`: the gradient from
+    the stage after; the first stage comes after the last. `inputs`: [S, kept, …].
     """
 
+    entering: jax.Array
     arrived: jax.Array
     returned: jax.Array
     inputs: jax.Array
@@ -148,45 +122,70 @@ class _Pipeline:
         self._model, self._outer, self._stack, self._rows = model, outer, stack, rows
         self._M, self._S, self._axes = microbatches, stages_around(), axes
         (self._mesh_axis,) = rules_around().over(STACKED)
-        self._ticks = Ticks(self._S, self._M)
+        self._ticks = Ticks(self._S, self._M, len(jax.tree.leaves(stack)[0]))
 
     def gradients(self, weight_axes: tuple[Tree, Tree]) -> tuple[Totals, tuple[Tree, Tree]]:
-        passing, sums = self._nothing()
-        outer, stack = map(pinned, (sums.outer, sums.stack), weight_axes)
-        carry, first, alone = (passing, sums._replace(outer=outer, stack=stack)), 0, self._ticks.alone
-        for ticks, does in ((alone, (True, False)), (self._M, (True, True)), (alone, (False, True))):
-            carry, _ = jax.lax.scan(self._tick(*does), carry, first + jnp.arange(ticks))
-            first += ticks
-        _, sums = carry
+        passing, sums = self._nothing(self._ticks.kept)
+        outer, stack = pinned(sums.outer, weight_axes[0]), pinned(sums.stack, weight_axes[1], None)
+        carry = passing, sums._replace(outer=outer, stack=stack)
+        passing, sums = self._through(carry, self._ticks.phases, self._tick)
+        sums, _ = self._return(passing, sums, jnp.int32(self._ticks.ticks))
         of_stages = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums.totals.stage)
-        return sums.totals._replace(stage=of_stages), (sums.outer, sums.stack)
+        by_slot = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sums.totals.by_slot)
+        return sums.totals._replace(stage=of_stages, by_slot=by_slot), (sums.outer, sums.stack)
 
     def forward(self) -> Tree:
-        def tick(leaves: bool) -> Callable:
+        def tick(span: TickSpan) -> Callable:
             def run(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
                 passing, total = carry
-                passing, y = self._forward(passing, t)
-                if leaves:
-                    total = _added(total, self._model.leave(self._outer, self._rows, t - (self._S - 1), y)[1])
+                passing, y, done = self._forward(passing, t, jnp.float32(0))
+                if span.at_ends and span.goes_back:
+                    index = self._ticks.microbatch(self._ticks.item_forward(self._S - 1, t))
+                    loss, of_leave = self._model.leave(self._outer, self._rows, index, y)
+                    total, done = _added(total, of_leave), loss
+                if span.at_ends:
+                    passing = self._enter(passing, t + 1, done)
                 return (passing, total), None
 
             return run
 
-        passing, sums = self._nothing()
-        carry = passing._replace(inputs=passing.inputs[:, :1]), sums.totals.leave
-        for first, ticks, leaves in ((0, self._ticks.alone, False), (self._ticks.alone, self._M, True)):
-            carry, _ = jax.lax.scan(tick(leaves), carry, first + jnp.arange(ticks))
-        return carry[1]
+        passing, sums = self._nothing(kept=1)
+        phases = [(times, spans) for times, spans in self._ticks.phases if spans[-1].goes_forward]
+        return self._through((passing, sums.totals.leave), phases, tick)[1]
 
-    def _nothing(self) -> tuple[_Passing, _Sums]:
-        """Return what there is before the first tick."""
+    def _through(self, carry: Any, phases: Iterable[tuple[int, Sequence[TickSpan]]], tick: Callable) -> Any:
+        """Carry what is between ticks through the ticks of these phases."""
+        first = 0
+        for times, spans in phases:
+
+            def phase(carry: Any, t: jax.Array, spans: Sequence[TickSpan] = spans) -> tuple[Any, None]:
+                for span in spans:
+                    carry, _ = jax.lax.scan(tick(span), carry, t + jnp.arange(span.ticks))
+                    t += span.ticks
+                return carry, None
+
+            length = sum(span.ticks for span in spans)
+            if times == 1:
+                carry, _ = phase(carry, jnp.int32(first))
+            else:
+                carry, _ = jax.lax.scan(phase, carry, first + length * jnp.arange(times))
+            first += times * length
+        return carry
+
+    def _nothing(self, kept: int) -> tuple[_Passing, _Sums]:
+        """Return what there is before the first tick, with what enters in it."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         (x, _), of_enter = jax.eval_shape(self._model.enter, self._outer, self._rows, index)
         _, of_leave = jax.eval_shape(self._model.leave, self._outer, self._rows, index, x)
-        part = jax.tree.map(lambda w: jax.ShapeDtypeStruct((len(w) // self._S, *w.shape[1:]), w.dtype), self._stack)
+        R = self._ticks.rounds
+
+        def chunk(w: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((w.shape[1] // self._S, *w.shape[2:]), w.dtype)
+
+        part = jax.tree.map(chunk, self._stack)
         _, (of_stage, by_slot) = jax.eval_shape(self._model.stage, part, self._rows, index, index, x)
         of_stage = jax.tree.map(lambda y: jax.ShapeDtypeStruct((self._S, *y.shape), y.dtype), of_stage)
-        by_slot = jax.tree.map(lambda y: jax.ShapeDtypeStruct((self._S * len(y), *y.shape[1:]), y.dtype), by_slot)
+        by_slot = jax.tree.map(lambda y: jax.ShapeDtypeStruct((R, self._S * len(y), *y.shape[1:]), y.dtype), by_slot)
 
         def zeros(tree: Tree) -> Tree:
             return jax.tree.map(lambda y: jnp.zeros(y.shape, jnp.float32), tree)
@@ -197,108 +196,161 @@ class _Pipeline:
             axes = STACKED, *(None,) * len(shape), *self._axes
             return constrain(jnp.zeros((self._S, *shape, *x.shape), x.dtype), *axes)
 
-        passing = _Passing(on_stages(), on_stages(), on_stages(self._ticks.kept))
+        (entering, _), _ = self._model.enter(self._outer, self._rows, jnp.int32(0))
+        passing = _Passing(entering, on_stages(), on_stages(), on_stages(kept))
         return passing, _Sums(totals, zeros(self._outer), zeros(self._stack[0]))
 
-    def _tick(self, goes_forward: bool, goes_back: bool) -> Callable:
+    def _tick(self, span: TickSpan) -> Callable:
         def run(carry: tuple[_Passing, _Sums], t: jax.Array) -> tuple[tuple[_Passing, _Sums], None]:
-            passing, sums = carry
-            of_loss = jnp.zeros_like(passing.returned[0])
-            if goes_forward:
-                passing, y = self._forward(passing, t)
-                if goes_back:
-                    of_loss, sums = self._leave(y, t, sums)
-            if goes_back:
-                passing, sums = self._backward(passing, sums, of_loss, t)
+            (passing, sums), done, of_loss = carry, jnp.float32(0), None
+            if span.goes_back and span.at_ends:
+                sums, done = self._return(passing, sums, t)
+            if span.goes_forward:
+                passing, y, done = self._forward(passing, t, done)
+                if span.goes_back and span.at_ends:
+                    of_loss, sums, done = self._leave(y, t, sums)
+            if span.goes_back:
+                passing, sums, done = self._backward(passing, sums, of_loss, t, done)
+            if span.goes_forward and span.at_ends:
+                passing = self._enter(passing, t + 1, done)
             return (passing, sums), None
 
         return run
 
-    def _forward(self, passing: _Passing, t: jax.Array) -> tuple[_Passing, jax.Array]:
-        """Carry a microbatch forward on each stage. Return also what the last stage gives, on all of them."""
-        (x, _), _ = self._model.enter(self._outer, self._rows, jnp.minimum(t, self._M - 1))
+    # Each part of a tick returns, or is given, a float32 scalar that is there once what came before is done (`_after`).
 
-        def local(stack: Tree, rows: Tree, x: jax.Array, passing: _Passing, t: jax.Array) -> tuple:
-            arrived, _, inputs = jax.tree.map(lambda each: each[0], passing)
+    def _enter(self, passing: _Passing, t: jax.Array, done: jax.Array) -> _Passing:
+        """Compute what enters the first chunk in a tick."""
+        index = jnp.minimum(self._ticks.microbatch(self._ticks.item_forward(0, t)), self._M - 1)
+        (x, _), _ = self._model.enter(self._outer, self._rows, _after(index, done))
+        return passing._replace(entering=x)
+
+    def _forward(self, passing: _Passing, t: jax.Array, done: jax.Array) -> tuple[_Passing, jax.Array, jax.Array]:
+        """Carry a microbatch forward on each stage. Return also what the last stage gives, on all of them."""
+
+        def local(stack: Tree, rows: Tree, entering: jax.Array, arrived: jax.Array, inputs: jax.Array, t: jax.Array):
+            arrived, inputs, ticks = arrived[0], inputs[0], self._ticks
             stage = jax.lax.axis_index(self._mesh_axis)
-            index, is_live = self._index(t - stage)
-            x = constrain(jnp.where(stage == 0, x, arrived), *self._axes)
-            (y, _), _ = self._model.stage(stack, rows, index, stage, x)
-            inputs = _put(inputs, index, x, is_live)
+            item, is_live = self._nearest(ticks.item_forward(stage, t))
+            index, k = ticks.microbatch(item), ticks.round_forward(item)
+            x = constrain(jnp.where((stage == 0) & (k == 0), entering, arrived), *self._axes)
+            (y, _), _ = self._model.stage(_chunk(stack, k), rows, index, k * self._S + stage, x)
+            inputs = _put(inputs, jnp.asarray(ticks.places)[item] % len(inputs), x, is_live)
             last = jax.lax.psum(jnp.where(stage == self._S - 1, y, jnp.zeros_like(y)), self._mesh_axis)
             arrived = jax.lax.ppermute(y, self._mesh_axis, [(i, (i + 1) % self._S) for i in range(self._S)])
-            return (arrived[None], inputs[None]), _after(constrain(last, *self._axes), arrived)
+            last = _after(constrain(last, *self._axes), arrived)
+            return (arrived[None], inputs[None]), last, jnp.sum(arrived, dtype=jnp.float32)
 
-        (arrived, inputs), y = self._on_stages(local, (True, False, False, True, False), ((True, True), False))(
-            self._stack, self._rows, x, passing, t
+        entering = _after(passing.entering, done)
+        (arrived, inputs), y, done = self._on_stages(local, (1, None, None, 0, 0, None), ((0, 0), None, None))(
+            self._stack, self._rows, entering, passing.arrived, passing.inputs, t
         )
-        return passing._replace(arrived=arrived, inputs=inputs), y
+        return passing._replace(arrived=arrived, inputs=inputs), y, done
 
-    def _leave(self, y: jax.Array, t: jax.Array, sums: _Sums) -> tuple[jax.Array, _Sums]:
+    def _leave(self, y: jax.Array, t: jax.Array, sums: _Sums) -> tuple[jax.Array, _Sums, jax.Array]:
         """Return the gradient of the loss in what the last stage gave, and the sums with what follows it."""
-        index = t - (self._S - 1)
+        index = self._ticks.microbatch(self._ticks.item_forward(self._S - 1, t))
         loss, back, of_leave = jax.vjp(
             lambda outer, y: self._model.leave(outer, self._rows, index, y), self._outer, y, has_aux=True
         )
         of_outer, of_y = back(jnp.ones_like(loss))
         totals = sums.totals._replace(leave=_added(sums.totals.leave, of_leave))
-        of_y = _after(of_y, *map(jnp.sum, jax.tree.leaves(of_outer)))
-        return of_y, sums._replace(totals=totals, outer=_added(sums.outer, of_outer))
+        return of_y, sums._replace(totals=totals, outer=_added(sums.outer, of_outer)), _sum(of_outer)
 
-    def _backward(self, passing: _Passing, sums: _Sums, of_loss: jax.Array, t: jax.Array) -> tuple[_Passing, _Sums]:
-        """Carry the gradients of a microbatch back on each stage, and from the first one into what was before."""
+    def _backward(
+        self, passing: _Passing, sums: _Sums, of_loss: jax.Array | None, t: jax.Array, done: jax.Array
+    ) -> tuple[_Passing, _Sums, jax.Array]:
+        """Carry the gradients of a microbatch back on each stage. `of_loss`: that of what the last chunk gave in this
+        tick, if it did."""
 
-        def local(stack: Tree, rows: Tree, passing: _Passing, of_loss: jax.Array, total: tuple, t: jax.Array) -> tuple:
-            _, returned, inputs = jax.tree.map(lambda each: each[0], passing)
+        def local(stack: Tree, rows: Tree, inputs: jax.Array, of_y: tuple, total: tuple, t: jax.Array) -> tuple:
+            inputs, ticks, (returned, of_loss) = inputs[0], self._ticks, of_y
             stage = jax.lax.axis_index(self._mesh_axis)
-            index, is_live = self._index(t - 2 * (self._S - 1) + stage)
-            x = jax.lax.dynamic_index_in_dim(inputs, index % self._ticks.kept, keepdims=False)
-            of_y = constrain(jnp.where(stage == self._S - 1, of_loss, returned), *self._axes)
+            item, is_live = self._nearest(ticks.item_back(stage, t))
+            index, k = ticks.microbatch(item), ticks.round_back(item)
+            x = jax.lax.dynamic_index_in_dim(inputs, jnp.asarray(ticks.places)[ticks.as_forward(item)], keepdims=False)
+            of_y = returned[0]
+            if of_loss is not None:
+                of_y = jnp.where((stage == self._S - 1) & (k == ticks.rounds - 1), of_loss, of_y)
+            of_y = constrain(of_y, *self._axes)
             x = _after(x, of_y)
-            trained, fixed = stack
+            trained, fixed = _chunk(stack, k)
             (_, loss), back, (of_stage, by_slot) = jax.vjp(
-                lambda trained, x: self._model.stage((trained, fixed), rows, index, stage, x), trained, x, has_aux=True
+                lambda trained, x: self._model.stage((trained, fixed), rows, index, k * self._S + stage, x),
+                trained,
+                x,
+                has_aux=True,
             )
-            of_stack, of_x = back((of_y, jnp.ones_like(loss)))
-            of_slots = _live((jax.tree.map(lambda each: each[None], of_stage), by_slot, of_stack), is_live)
-            first = jax.lax.psum(_live(of_x, is_live & (stage == 0)), self._mesh_axis)
+            of_chunk, of_x = back((of_y, jnp.ones_like(loss)))
+            of_stages, of_slots, of_stack = total
+            of_stages = _added(of_stages, _live(jax.tree.map(lambda each: each[None], of_stage), is_live))
+            of_slots, of_stack = _added_at((of_slots, of_stack), k, _live((by_slot, of_chunk), is_live))
             returned = jax.lax.ppermute(of_x, self._mesh_axis, [(i, (i - 1) % self._S) for i in range(self._S)])
-            return returned[None], _added(total, of_slots), _after(constrain(first, *self._axes), returned)
+            return returned[None], (of_stages, of_slots, of_stack), jnp.sum(returned, dtype=jnp.float32)
 
         total = sums.totals.stage, sums.totals.by_slot, sums.stack
-        returned, (of_stage, by_slot, of_stack), of_x = self._on_stages(
-            local, (True, False, True, False, True, False), (True, True, False)
-        )(self._stack, self._rows, passing, of_loss, total, t)
-        index, is_live = self._index(t - 2 * (self._S - 1))
+        of_y = _after(passing.returned, done), of_loss
+        returned, (of_stage, by_slot, of_stack), done = self._on_stages(
+            local, (1, None, 0, (0, None), (0, 1, 1), None), (0, (0, 1, 1), None)
+        )(self._stack, self._rows, passing.inputs, of_y, total, t)
+        totals = sums.totals._replace(stage=of_stage, by_slot=by_slot)
+        return passing._replace(returned=returned), sums._replace(totals=totals, stack=of_stack), done
+
+    def _return(self, passing: _Passing, sums: _Sums, t: jax.Array) -> tuple[_Sums, jax.Array]:
+        """Return the sums with the gradient that left the first chunk in the tick before."""
+
+        def local(returned: jax.Array, is_live: jax.Array) -> jax.Array:
+            stage = jax.lax.axis_index(self._mesh_axis)  # the first one has sent it to the last
+            first = _live(returned[0], is_live & (stage == self._S - 1))
+            return constrain(jax.lax.psum(first, self._mesh_axis), *self._axes)
+
+        item, is_live = self._nearest(self._ticks.item_back(0, t - 1))
+        of_x = self._on_stages(local, (0, None), None)(passing.returned, is_live)
+        index = _after(self._ticks.microbatch(item), jnp.sum(of_x))
         (_, loss), back, of_enter = jax.vjp(
             lambda outer: self._model.enter(outer, self._rows, index), self._outer, has_aux=True
         )
         (of_outer,) = back((of_x, is_live.astype(loss.dtype)))
-        of_enter = _live(of_enter, is_live)
-        totals = sums.totals
-        totals = totals._replace(enter=_added(totals.enter, of_enter), stage=of_stage, by_slot=by_slot)
-        return passing._replace(returned=returned), _Sums(totals, _added(sums.outer, of_outer), of_stack)
+        totals = sums.totals._replace(enter=_added(sums.totals.enter, _live(of_enter, is_live)))
+        return sums._replace(totals=totals, outer=_added(sums.outer, of_outer)), _sum(of_outer)
 
-    def _index(self, index: jax.Array) -> tuple[Index, jax.Array]:
-        """Return the index of a microbatch, or the nearest that there is, and whether it is one."""
-        return jnp.clip(index, 0, self._M - 1), (index >= 0) & (index < self._M)
+    def _nearest(self, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return an item of work, or the nearest that there is, and whether it is one."""
+        return jnp.clip(item, 0, self._ticks.items - 1), (item >= 0) & (item < self._ticks.items)
 
     def _on_stages(self, function: Callable, on_stages: Any, results: Any) -> Callable:
-        """Return function(*operands) on each stage; those and results that lie `on_stages` have parts there."""
+        """Return function(*operands) on each stage. Of those and of results the first dimension lies `on_stages`, or
+        the second of [R, slots, …], whose parts are those of a stage; or they are whole (None)."""
 
-        def spec(is_part: bool) -> PartitionSpec:
-            return PartitionSpec(self._mesh_axis) if is_part else PartitionSpec()
+        def spec(dimension: int | None) -> PartitionSpec:
+            return PartitionSpec() if dimension is None else PartitionSpec(*[None] * dimension, self._mesh_axis)
 
-        in_specs, out_specs = jax.tree.map(spec, on_stages), jax.tree.map(spec, results)
+        in_specs, out_specs = (
+            jax.tree.map(spec, dimensions, is_leaf=lambda each: each is None) for dimensions in (on_stages, results)
+        )
         # check_vma=False: kernels inside know of no other way.
         return jax.shard_map(
             function, in_specs=in_specs, out_specs=out_specs, axis_names={self._mesh_axis}, check_vma=False
         )
 
 
-def _put(inputs: jax.Array, index: Index, x: jax.Array, is_live: jax.Array) -> jax.Array:
-    """Return inputs of microbatches with one more, in its turn."""
-    at = index % len(inputs)
+def _chunk(stack: Tree, k: jax.Array) -> Tree:
+    """Return the weights of one chunk of a stage, of those of all [R, …]."""
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, k, keepdims=False), stack)
+
+
+def _added_at(total: Tree, k: jax.Array, more: Tree) -> Tree:
+    """Return sums [R, …] with more in chunk k."""
+
+    def added(t: jax.Array, x: jax.Array) -> jax.Array:
+        x = jax.lax.dynamic_index_in_dim(t, k, keepdims=False) + x.astype(t.dtype)
+        return jax.lax.dynamic_update_index_in_dim(t, x, k, 0)
+
+    return jax.tree.map(added, total, more)
+
+
+def _put(inputs: jax.Array, at: jax.Array, x: jax.Array, is_live: jax.Array) -> jax.Array:
+    """Return kept inputs with one more in its place."""
     x = jnp.where(is_live, x, jax.lax.dynamic_index_in_dim(inputs, at, keepdims=False))
     return jax.lax.dynamic_update_index_in_dim(inputs, x, at, 0)
 
@@ -310,6 +362,11 @@ def _after(x: jax.Array, *others: jax.Array) -> jax.Array:
         for other in others:
             x = jnp.where(other > jnp.inf, jnp.zeros_like(x), x)
     return x
+
+
+def _sum(tree: Tree) -> jax.Array:
+    """Return the sum of all numbers of a tree of arrays."""
+    return sum((jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(tree)), start=jnp.float32(0))
 
 
 def _live(tree: Tree, is_live: jax.Array) -> Tree:

@@ -21,7 +21,7 @@ from jaxlm.models.positions import LayerRows, packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.transformer import Transformer
 from jaxlm.models.tree import Tree
-from jaxlm.parallel import pipeline
+from jaxlm.parallel import pipeline, slots
 from jaxlm.parallel.partition import constrain
 from jaxlm.training.objectives import Batch, Objective
 
@@ -55,7 +55,7 @@ class StagedModel:
         totals, (of_outer, of_stack) = pipeline.gradients(model, outer, stack, rows, count, RESIDUAL, axes)
         by_layer = jax.tree.map(lambda x: x[:layers], totals.by_slot)
         terms = _together(totals.enter, totals.stage._replace(counts=by_layer), totals.leave)
-        return terms, self._whole(of_outer, pipeline.without_slots(of_stack, axes[1], layers))
+        return terms, self._whole(of_outer, slots.as_stored(of_stack, axes[1], layers))
 
     def sums(self, parameters: Tree, base: Tree, microbatches: Batch) -> Auxiliary:
         """Return the terms of the objective alone, without those of layers before the last stage's."""
@@ -96,12 +96,12 @@ class StagedModel:
             loss, terms = weighted(auxiliary, _tokens(batch), Auxiliary())
             return (constrain(x_BTD, *RESIDUAL), loss), terms
 
-        def stage(stacks: tuple, rows: Any, index: jax.Array, stage: jax.Array, x_BTD: jax.Array) -> tuple:
+        def stage(stacks: tuple, rows: Any, index: jax.Array, chunk: jax.Array, x_BTD: jax.Array) -> tuple:
             batch, of_layers, _ = self._at(rows, index)
             weights = model_tree.joined(*stacks)
             count = len(jax.tree.leaves(weights)[0])
-            slots = Slots(weights, stage * count + jnp.arange(count))
-            y_BTD, auxiliary = self._abstract.through_stage(x_BTD, of_layers, self.execution, slots)
+            of_chunk = Slots(weights, chunk * count + jnp.arange(count))
+            y_BTD, auxiliary = self._abstract.through_stage(x_BTD, of_layers, self.execution, of_chunk)
             loss, terms = weighted(auxiliary, _tokens(batch), Auxiliary())
             return (constrain(y_BTD, *RESIDUAL), loss), (terms._replace(counts={}), terms.counts)
 
@@ -113,7 +113,9 @@ class StagedModel:
 
         stacks = stack, stack_base
         stack_axes = (self._split(_axes(tree, self.tree))[1] for tree in (parameters, base))
-        return pipeline.Model(enter, stage, leave), outer, tuple(map(pipeline.slots, stacks, stack_axes))
+        rounds = self.execution.pipeline_rounds
+        of_stages = (slots.in_slots(*each, rounds) for each in zip(stacks, stack_axes, strict=True))
+        return pipeline.Model(enter, stage, leave), outer, tuple(of_stages)
 
     def _rows(self, microbatches: Batch) -> tuple[Batch, jax.Array | None, jax.Array]:
         """Return what stages read besides weights and the residual."""

@@ -11,6 +11,7 @@ from workload_fixtures import workload
 from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.counted.between_stages import slot_numbers
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
@@ -32,11 +33,10 @@ def test_slots_of_stages():
         stage_layers(model_fixtures.model(model_fixtures.MIXED), 2)
 
 
-def on_stages(stages=4, microbatches=8, **changes):
-    model = model_fixtures.model(num_layers=8)
-    return workload(
-        "train", model, 16, 32, layout=Layout(pipeline=stages, fsdp=2), microbatches=microbatches, **changes
-    )
+def on_stages(stages=4, microbatches=8, rounds=1, batch=16):
+    layout = Layout(pipeline=stages, fsdp=2)
+    work = workload("train", model_fixtures.model(num_layers=8), batch, 32, layout=layout, microbatches=microbatches)
+    return work.with_execution(pipeline_rounds=rounds)
 
 
 def test_passes_of_a_stage_are_counted_with_those_that_are_idle():
@@ -52,21 +52,51 @@ def test_passes_of_a_stage_are_counted_with_those_that_are_idle():
     assert {op.times for op in busy} <= {8, slots * 8}
 
 
-def test_what_stages_send_is_counted():
+@pytest.mark.parametrize(("rounds", "passes"), [(1, 8 + 3), (2, 2 * 8 + 3)])
+def test_what_stages_send_is_counted(rounds, passes):
     residual = 2 * 1 * 32 * 32  # one row on each device
-    sent = [each for each in traffic.collectives(on_stages()) if each.of == "stages"]
+    sent = [each for each in traffic.collectives(on_stages(rounds=rounds)) if each.of == "stages"]
     assert Counter((each.kind, each.times, each.bytes) for each in sent) == {
-        ("collective-permute", 11, residual): 2,
+        ("collective-permute", passes, residual): 2,
         ("all-reduce", 8, residual): 1,
-        ("all-reduce", 11, residual): 1,
+        ("all-reduce", 8 + 4, residual): 1,
     }
-    assert not [each for each in traffic.collectives(on_stages()) if each.of == "slots"]
-    assert [each for each in traffic.collectives(on_stages(stages=3, microbatches=4)) if each.of == "slots"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "rounds", "kind", "times"),
+    [
+        (4, 1, "", 0),
+        (3, 1, "all-to-all", 1),
+        (3, 2, "all-to-all", 1),
+        (4, 2, "collective-permute", 2),
+        (2, 3, "all-to-all", 2),
+    ],
+)
+def test_matrices_move_to_other_stages_than_they_are_stored_on(stages, rounds, kind, times):
+    """Chunk by chunk; where some are not full all at once, from their stages with another dimension sharded first."""
+    work = on_stages(stages, 2 * stages, rounds)
+    sent = [each for each in traffic.collectives(work) if each.of == "slots"]
+    whole = slot_numbers(work).in_slots // (rounds if kind == "collective-permute" else 1)
+    assert [each[:1] + each[2:4] for each in sent] == [
+        (kind, times, size * whole) for size in (2, 4)[: 2 * bool(times)]
+    ]
+
+
+def test_a_chunk_has_a_part_of_the_layers_of_a_stage():
+    """It runs as often as there are rounds; what is before and after the stages does not."""
+    once, twice = on_stages(), on_stages(rounds=2)
+    assert (once.stage_layers.slots, twice.stage_layers.slots) == (2, 1)
+    busy = [replace(work, counts_idle=False) for work in (once, twice)]
+    assert len({sum(op.times * op.flops for op in operations.step(work)) for work in busy}) == 1
+    found = Counter({op.scope: op.times for op in operations.step(twice) if op.product and op.phase == "forward"})
+    assert found["layers/attention/query"] == 19
+    assert {times for scope, times in found.items() if "layers" not in scope} == {8}
 
 
 def test_memory_does_not_grow_with_the_number_of_microbatches():
-    once, twice = on_stages(microbatches=4), on_stages(microbatches=8)
-    assert memory(replace(twice, batch=2 * once.batch)) == memory(once)
+    once, twice = on_stages(microbatches=8), on_stages(microbatches=16, batch=32)
+    assert memory(twice) == memory(once)
 
 
 def test_a_plan_says_its_bubble():
@@ -76,7 +106,7 @@ def test_a_plan_says_its_bubble():
     )
     found = plan(Workload.of(experiment, Layout(pipeline=4, fsdp=4)), Target.parse("h100-sxm5:16"))
     row = found.row()
-    sizes = {"count": 4, "slots": 8, "idle_slots": 0, "passes": 19, "kept_inputs": 7}
+    sizes = {"count": 4, "rounds": 1, "slots": 8, "idle_slots": 0, "passes": 19, "kept_inputs": 7}
     assert row["stages"] == {**sizes, "bubble": 3 / 19}
     parts = row["time_s"]["parts"]
     share = parts["pipeline bubble"] / sum(parts.values())

@@ -11,7 +11,7 @@ from jaxlm.models.logical_axes import RESIDUAL
 
 class SlotNumbers(NamedTuple):
     """Numbers on one device of the matrices that a step moves from where they are stored to the slots of its stage,
-    before and after; none where the stages divide the layers."""
+    before and after; none where they are stored there."""
 
     stored: int
     in_slots: int
@@ -24,19 +24,19 @@ def residual_bytes(work: Workload) -> int:
 
 def kept_bytes(work: Workload) -> int:
     """Return the bytes that a stage keeps: inputs of microbatches for their backward pass, and what arrived from both
-    neighbours."""
-    return 0 if work.stages == 1 else (work.ticks.kept + 2) * residual_bytes(work)
+    neighbours and what enters the first stage next."""
+    return 0 if work.stages == 1 else (work.ticks.kept + 3) * residual_bytes(work)
 
 
 def slot_numbers(work: Workload) -> SlotNumbers:
     """Return the numbers of the matrices that move to slots."""
     staged = work.stage_layers
-    if not staged.idle:
+    if not staged.moves and not staged.exchanges:
         return SlotNumbers(0, 0)
     stored = in_slots = 0
     for path, d in work.parameters.items():
         if path.startswith(staged.path) and d.inputs and path not in work.base:
-            slots = (staged.slots * work.stages, *d.shape[1:])
+            slots = (staged.slots * work.stages * work.rounds, *d.shape[1:])
             stored += work.stored(d.axes, d.shape)
             in_slots += work.stored(d.axes, slots)
     return SlotNumbers(stored, in_slots)
@@ -45,7 +45,7 @@ def slot_numbers(work: Workload) -> SlotNumbers:
 def between_stages(work: Workload) -> Iterator[Collective]:
     """Yield what stages send one another: the residual to the next in each forward pass, its gradient to the one before
     in each backward pass; what the last stage gives to all, whose vocabulary is shared, and the gradient that the first
-    one gives; and once in a step weights to their slots, and gradients back, where stages do not divide the layers.
+    one gives; and once in a step weights to their slots, and gradients back, where they are stored elsewhere.
 
     Behind the forward pass of a tick its backward pass runs.
     """
@@ -54,7 +54,9 @@ def between_stages(work: Workload) -> Iterator[Collective]:
     yield Collective("collective-permute", over, passes, size, "stages", "backward", alone)
     yield Collective("collective-permute", over, passes, size, "stages")
     yield Collective("all-reduce", over, work.microbatches, size, "stages")
-    yield Collective("all-reduce", over, passes, size, "stages")
-    moved = slot_numbers(work).in_slots
-    yield Collective("all-to-all", over, 1, work.itemsize * moved, "slots")
-    yield Collective("all-to-all", over, 1, 4 * moved, "slots")
+    yield Collective("all-reduce", over, work.end_passes, size, "stages")
+    staged, moved = work.stage_layers, slot_numbers(work).in_slots
+    for itemsize in (work.itemsize, 4):
+        chunk = itemsize * moved // work.rounds
+        yield Collective("collective-permute", over, staged.exchanges, chunk, "slots")
+        yield Collective("all-to-all", over, staged.moves, itemsize * moved, "slots")

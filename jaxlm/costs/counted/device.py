@@ -61,13 +61,26 @@ class DeviceStep:
 
     def runs(self, use: RecordedOp) -> int:
         """Return the times that the forward pass of a door runs, and its backward pass: what follows the last layer
-        runs for each microbatch, and all else also where a stage is idle."""
-        return self.work.passes if use.results[0] in self._after_layers else self.work.stage_passes
+        runs for each microbatch, layers for each chunk of a stage too, and all but the former also where a stage is
+        idle."""
+        if use.results[0] in self._after_layers:
+            return self.work.passes
+        return self.work.stage_passes if use.layer in self.of_stages else self.work.end_passes
 
     def runs_twice(self, use: RecordedOp) -> bool:
         """Return whether the forward pass of a door runs again before its backward pass, whatever is kept of it: only
         the input of a stage is kept until then."""
         return self.work.stages > 1 and use.layer is not None
+
+    @cached_property
+    def of_stages(self) -> frozenset[int]:
+        """The layers of the recording that lie on stages: the last ones; without a pipeline all of them."""
+        slots, layers = self.work.stage_layers.slots, set()
+        for layer in reversed(range(len(self.recording.layers))):
+            if slots > 0:
+                layers.add(layer)
+                slots -= self.recording.by_layer[layer][0].times
+        return frozenset(layers)
 
     @cached_property
     def _after_layers(self) -> frozenset[int]:

@@ -141,11 +141,12 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     numbers, layers = _numbers(work), range(len(recording.layers))
     gradients, total, itemsize = numbers.gradients, numbers.of_gradients, work.itemsize
     through = any(use.layer is not None and device.trains(use) for use in recording.uses)
-    of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
+    of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered) // work.rounds
     resident, sums, slices = trained(work), _sums(work, total), _slices(device)
     moved = slot_numbers(work)
     sums += 4 * (moved.in_slots - moved.stored)
-    resident = resident._replace(parameters=resident.parameters + _laid_out_again(device) + itemsize * moved.in_slots)
+    copied = _laid_out_again(device) + itemsize * moved.in_slots
+    resident = resident._replace(parameters=resident.parameters + copied)
     saved = layer_memory.kept(representative) if through else 0
     saved += kept_bytes(work)
     state, parameters = resident.optimizer, resident.parameters + slices
@@ -187,18 +188,19 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
 def _slices(device: DeviceStep) -> int:
     """Return the bytes of what layers cut out of the stacks of their parameters, while all layers keep something.
 
-    A loop takes slices of a stack of which it runs a part. Layers that are written out each have their own matrices and
-    vectors, from the forward pass to their backward pass. On a GPU a product reads them in the stack, if that is an
-    argument of the program: not in a loop over microbatches, before a gathering, or behind the barrier of what runs
-    again.
+    A loop takes slices of a stack of which it runs a part, such as one of several chunks of a stage. Layers that are
+    written out each have their own matrices and vectors, from the forward pass to their backward pass. On a GPU a
+    product reads them in the stack, if that is an argument of the program: not in a loop over microbatches, before a
+    gathering, or behind the barrier of what runs again.
     """
     work, numbers = device.work, _numbers(device.work)
     if work.execution.in_loop:
-        return numbers.sliced * work.itemsize
+        chunk = numbers.stacked // work.rounds if work.rounds > 1 else 0
+        return (numbers.sliced + chunk) * work.itemsize
     gathers = any(device.gathered_over(use) for use in device.recording.uses if use.layer is not None)
     if work.platform != "tpu" and not work.accumulates and work.remat == "none" and not gathers:
         return 0
-    return numbers.stacked * work.itemsize
+    return numbers.stacked // work.rounds * work.itemsize
 
 
 def _laid_out_again(device: DeviceStep) -> int:
@@ -206,12 +208,15 @@ def _laid_out_again(device: DeviceStep) -> int:
 
     The dimension that is gathered comes first there. A parameter that has it elsewhere, as products that end in the
     residual and tables [V, D] do, is copied as a whole before a loop over layers or microbatches.
+    Matrices that stages send one another before are written so at once.
     """
     work, recording = device.work, device.recording
     if work.platform == "tpu":
         return 0
     paths = set()
     for use in recording.uses:
+        if use.layer in device.of_stages and work.stage_layers.exchanges:
+            continue
         is_in_loop = work.accumulates or (use.layer is not None and work.execution.in_loop)
         if (over := device.gathered_over(use)) and is_in_loop:
             i = recording.weights[use.results[0]]

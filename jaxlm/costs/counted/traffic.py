@@ -105,7 +105,8 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             yield Collective("all-gather", axes, times * backward, gathered, "layers", "backward", part * times)
             yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers", "backward", waits, True)
     # Gradients of vectors are accumulated in float32.
-    whole: dict[tuple[str, tuple[str, ...], int | None], int] = {}  # layers of several kinds may share a stack
+    # Bytes, and how often; layers of several kinds may share a stack.
+    whole: dict[tuple[str, tuple[str, ...], int | None], tuple[int, int]] = {}
     for use in recording.uses if train else ():
         for i, value in enumerate(use.operands):
             path = recording.parameters.get(value)
@@ -117,12 +118,12 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             is_matrix = product is not None and product.weight == i
             array = device.local(use).operands[i].bytes * (1 if is_matrix else 4 // work.itemsize)
             parts = work.layout.over(name for name in summed if name in stored_over)
-            whole[path, left, use.layer] = use.times * array // parts
-    vectors: Counter[tuple[str, ...]] = Counter()
-    for (_, left, _), size in whole.items():
-        vectors[left] += size
-    for left, size in vectors.items():
-        yield Collective("all-reduce", left, work.stage_passes, size, "vectors", "backward")
+            whole[path, left, use.layer] = use.times * array // parts, device.runs(use)
+    vectors: Counter[tuple[tuple[str, ...], int]] = Counter()
+    for (_, left, _), (size, runs) in whole.items():
+        vectors[left, runs] += size
+    for (left, runs), size in vectors.items():
+        yield Collective("all-reduce", left, runs, size, "vectors", "backward")
 
 
 def _first_read(device: DeviceStep, products: Sequence[RecordedOp]) -> float:

@@ -23,7 +23,7 @@ from jaxlm.core.schema import (
 )
 from jaxlm.models.latent_config import LatentAttentionConfig
 from jaxlm.models.layer_config import AttentionConfig as AttentionConfig
-from jaxlm.models.layer_config import LayerConfig
+from jaxlm.models.layer_config import LayerConfig, NoAttentionConfig, NoFeedForwardConfig
 from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
 from jaxlm.models.recurrent_config import GatedDeltaConfig, Mamba2Config, ShortConvolutionConfig
 
@@ -341,9 +341,14 @@ POSITIONS = Kinds(RopeConfig, LearnedPositionsConfig, NoPositionsConfig)
 # The sections of tables of `[model]`, to which `jaxlm.models` registers further kinds.
 NORMS = Kinds(RMSNormConfig, LayerNormConfig)
 ATTENTIONS = Kinds(
-    GroupedQueryAttentionConfig, LatentAttentionConfig, GatedDeltaConfig, ShortConvolutionConfig, Mamba2Config
+    GroupedQueryAttentionConfig,
+    LatentAttentionConfig,
+    GatedDeltaConfig,
+    ShortConvolutionConfig,
+    Mamba2Config,
+    NoAttentionConfig,
 )
-FEED_FORWARDS = Kinds(DenseFeedForwardConfig, MixtureFeedForwardConfig)
+FEED_FORWARDS = Kinds(DenseFeedForwardConfig, MixtureFeedForwardConfig, NoFeedForwardConfig)
 
 
 class BlockConfig(Section):
@@ -372,6 +377,16 @@ class BlockConfig(Section):
                 'model.residual = "parallel_shared_norm" shares the norm before attention, and model.norm_placement = '
                 '"after" has none there; set model.residual to "parallel"'
             )
+        if self.is_single and self.residual != "sequential":
+            raise ValueError(
+                f'model.residual = "{self.residual}" needs attention and a feed-forward layer side by side; with '
+                'kind = "none" for one of them leave it out'
+            )
+        if self.attention.kind == self.feed_forward.kind == "none":
+            raise ValueError(
+                'model.attention.kind = "none" and model.feed_forward.kind = "none" leave a layer without parts; take '
+                "another kind of either"
+            )
         return self
 
     def _check_rope(self, position: RopeConfig) -> None:
@@ -390,6 +405,11 @@ class BlockConfig(Section):
                 f"model.position.scaling.short_factors has {len(scaling.short_factors)} numbers; {width} channels of a "
                 f"head rotate, and ask for {width // 2}"
             )
+
+    @property
+    def is_single(self) -> bool:
+        """True if the layer has attention alone, or a feed-forward layer alone."""
+        return "none" in (self.attention.kind, self.feed_forward.kind)
 
     @property
     def window(self) -> int | None:

@@ -1,7 +1,7 @@
 """The sections from which the parts of a layer are made, whatever their kind. Imports no JAX."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.schema import Section
 
@@ -37,3 +37,15 @@ class AttentionConfig(LayerConfig):
     """
 
     rotated: ClassVar[str | None] = None
+
+
+class NoAttentionConfig(AttentionConfig):
+    """No attention: a feed-forward layer alone, with its norm (Nemotron-H, arXiv:2504.03624, section 2)."""
+
+    kind: Literal["none"] = "none"
+
+
+class NoFeedForwardConfig(LayerConfig):
+    """No feed-forward layer: attention, or a recurrence, alone, with its norm (Mamba-2)."""
+
+    kind: Literal["none"] = "none"

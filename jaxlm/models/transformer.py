@@ -26,43 +26,63 @@ from jaxlm.models.stacks import Groups, grouped
 
 
 class Block(Module):
-    """One layer: attention and feed-forward, each with norms before it, after it, or both, added to the residual."""
+    """One layer: attention and feed-forward, or one of the two, each with norms before it, after it, or both, added to
+    the residual."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         def norm_where(there: bool) -> Norm:
             return norm(model, rngs) if there else NoNorm()
 
         before, after = model.norm_placement != "after", model.norm_placement != "before"
+        attends, feeds = model.attention.kind != "none", model.feed_forward.kind != "none"
         self.residual, self.residual_scale = model.residual, model.residual_scale
-        self.attention_norm = norm_where(before)
+        self.attention_norm = norm_where(before and attends)
         self.attention = attention(model, rngs)
-        self.feed_forward_norm = norm_where(before and model.residual != "parallel_shared_norm")
+        self.feed_forward_norm = norm_where(before and feeds and model.residual != "parallel_shared_norm")
         self.feed_forward = feed_forward(model, rngs)
-        self.attention_post_norm = norm_where(after)
-        self.feed_forward_post_norm = norm_where(after)
+        self.attention_post_norm = norm_where(after and attends)
+        self.feed_forward_post_norm = norm_where(after and feeds)
 
     def slots(self) -> dict[str, Slot]:
         """Return what the layer keeps of earlier tokens."""
-        return self.attention.slots()
+        return {} if self.attention is None else self.attention.slots()
 
     def __call__(
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both, and the cache after it."""
+        if self.feed_forward is None:
+            attention_BTD, cache, auxiliary = self._attended(self.attention_norm(x_BTD), rows, cache)
+            return add(x_BTD, attention_BTD), cache, auxiliary
+        if self.attention is None:
+            feed_forward_BTD, auxiliary = self._fed_forward(self.feed_forward_norm(x_BTD), rows)
+            return add(x_BTD, feed_forward_BTD), cache, auxiliary
         form = self._sequential if self.residual == "sequential" else self._parallel
         return form(x_BTD, rows, cache)
+
+    def _attended(
+        self, normalised_BTD: jax.Array, rows: RowContext, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
+        """Return what attention adds to the residual, and the cache after it."""
+        assert self.attention is not None, "a layer of this form has attention"
+        attention_BTD, cache, auxiliary = self.attention(normalised_BTD, rows, cache)
+        attention_BTD = scale(self.attention_post_norm(attention_BTD), self.residual_scale)
+        return rows.dropout(attention_BTD, 0), cache, auxiliary
+
+    def _fed_forward(self, normalised_BTD: jax.Array, rows: RowContext) -> tuple[jax.Array, Auxiliary]:
+        """Return what the feed-forward layer adds to the residual."""
+        assert self.feed_forward is not None, "a layer of this form has a feed-forward layer"
+        feed_forward_BTD, auxiliary = self.feed_forward(normalised_BTD, rows)
+        feed_forward_BTD = scale(self.feed_forward_post_norm(feed_forward_BTD), self.residual_scale)
+        return rows.dropout(feed_forward_BTD, 1), auxiliary
 
     def _sequential(
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Add attention of x to x, then the feed-forward layer of the sum."""
-        attention_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
-        attention_BTD = scale(self.attention_post_norm(attention_BTD), self.residual_scale)
-        attention_BTD = rows.dropout(attention_BTD, 0)
+        attention_BTD, cache, of_attention = self._attended(self.attention_norm(x_BTD), rows, cache)
         x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=attention_BTD)
-        feed_forward_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
-        feed_forward_BTD = scale(self.feed_forward_post_norm(feed_forward_BTD), self.residual_scale)
-        feed_forward_BTD = rows.dropout(feed_forward_BTD, 1)
+        feed_forward_BTD, of_feed_forward = self._fed_forward(normalised_BTD, rows)
         return add(x_BTD, feed_forward_BTD), cache, of_attention | of_feed_forward
 
     def _parallel(
@@ -70,14 +90,10 @@ class Block(Module):
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Add to x both attention and the feed-forward layer of x itself (arXiv:2204.02311, section 2)."""
         normalised_BTD = self.attention_norm(x_BTD)
-        attention_BTD, cache, of_attention = self.attention(normalised_BTD, rows, cache)
+        attention_BTD, cache, of_attention = self._attended(normalised_BTD, rows, cache)
         if self.residual != "parallel_shared_norm":
             normalised_BTD = self.feed_forward_norm(x_BTD)
-        feed_forward_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
-        attention_BTD = scale(self.attention_post_norm(attention_BTD), self.residual_scale)
-        attention_BTD = rows.dropout(attention_BTD, 0)
-        feed_forward_BTD = scale(self.feed_forward_post_norm(feed_forward_BTD), self.residual_scale)
-        feed_forward_BTD = rows.dropout(feed_forward_BTD, 1)
+        feed_forward_BTD, of_feed_forward = self._fed_forward(normalised_BTD, rows)
         return add(x_BTD, add(attention_BTD, feed_forward_BTD)), cache, of_attention | of_feed_forward
 
 

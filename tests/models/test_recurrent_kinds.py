@@ -46,6 +46,7 @@ KINDS = {
     "mamba2 of one group": {**MAMBA, "num_groups": 1, "gate": "after_norm", "time_limits": (0.2, 1.5)},
 }
 GATED = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "output_gate": "sigmoid", "qk_norm": "head"}
+NONE = {"kind": "none"}
 # Three recurrent layers to one of attention, whose heads are rotated by a quarter and gated, as in Qwen3-Next.
 HYBRIDS = {
     "gated_delta": ({"name": "delta", "layers": 3, "attention": DELTA}, {"name": "full"}),
@@ -54,6 +55,12 @@ HYBRIDS = {
         {"name": "mamba", "attention": MAMBA},
         {"name": "mamba_of_one", "attention": {**MAMBA, "num_groups": 1}},
         {"name": "full"},
+    ),
+    # Layers of one part each, as in Nemotron-H.
+    "of one part": (
+        {"name": "mamba", "attention": MAMBA, "feed_forward": NONE},
+        {"name": "mlp", "attention": NONE, "feed_forward": {"activation": "relu_squared", "gated": False}},
+        {"name": "full", "feed_forward": NONE, "position": {"kind": "none"}},
     ),
 }
 CHUNK = 64
@@ -231,6 +238,20 @@ REFUSED = [
     (MAMBA | {"time_limits": (0.5, 0.1)}, "must be a lower and a higher limit"),
     ({"kind": "short_convolution", "window": 3}, "window"),
 ]
+
+
+def test_a_layer_has_attention_or_a_feed_forward_layer():
+    for changes, says in (
+        (
+            {"attention": NONE, "feed_forward": NONE},
+            'model.attention.kind = "none" and model.feed_forward.kind = "none"',
+        ),
+        ({"feed_forward": NONE, "residual": "parallel"}, "needs attention and a feed-forward layer side by side"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            model_fixtures.model(**changes)
+        with pytest.raises(ValueError, match=says.replace("model.", "model.pattern\\[0\\].")):
+            model_fixtures.model(pattern=({"name": "alone", **changes},))
 
 
 @pytest.mark.parametrize("table, says", REFUSED, ids=range(len(REFUSED)))

@@ -173,9 +173,12 @@ def test_a_resolved_file_loads_back_to_the_same(file, tmp_path):
         (
             "model.attention.kind=mla",
             "model.attention.kind = 'mla' is none of 'gqa', 'latent', 'gated_delta', 'short_convolution', "
-            "'mamba2', 'gated_mqa'",
+            "'mamba2', 'none', 'gated_mqa'",
         ),
-        ("model.feed_forward.kind=moe", "model.feed_forward.kind = 'moe' is none of 'dense', 'mixture', 'bilinear'"),
+        (
+            "model.feed_forward.kind=moe",
+            "model.feed_forward.kind = 'moe' is none of 'dense', 'mixture', 'none', 'bilinear'",
+        ),
         ("model.attention.num_heads=5", "model.attention.num_heads = 5 does not divide model.d_model = 32"),
         ("model.attention.head_dim=7", "model.attention.head_dim = 7: it must be even"),
         ("mesh.tensor=3", "mesh.tensor = 3 does not divide model.attention.num_heads = 4"),

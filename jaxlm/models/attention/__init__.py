@@ -1,6 +1,6 @@
 """Layers in which tokens read one another, attention and recurrences, by the `kind` of `[model.attention]`.
 
-`register` takes a section, and a `Mixer` made of (model, rngs).
+`register` takes a section, and a `Mixer` made of (model, rngs). Kind "none" has no layer.
 """
 
 from flax import nnx
@@ -14,6 +14,7 @@ from jaxlm.models.attention.short_convolution import ShortConvolution
 from jaxlm.models.cache import Mixer
 from jaxlm.models.config import ATTENTIONS, AttentionConfig, GroupedQueryAttentionConfig, ModelConfig
 from jaxlm.models.latent_config import LatentAttentionConfig
+from jaxlm.models.layer_config import NoAttentionConfig
 from jaxlm.models.recurrent_config import GatedDeltaConfig, Mamba2Config, ShortConvolutionConfig
 
 _REGISTRY = Registry(
@@ -30,6 +31,8 @@ _REGISTRY = Registry(
 register, unregister = _REGISTRY.register, _REGISTRY.unregister
 
 
-def attention(model: ModelConfig, rngs: nnx.Rngs) -> Mixer:
-    """Return the layer that the configuration names."""
+def attention(model: ModelConfig, rngs: nnx.Rngs) -> Mixer | None:
+    """Return the layer that the configuration names; None for kind "none"."""
+    if isinstance(model.attention, NoAttentionConfig):
+        return None
     return _REGISTRY.of(model.attention)(model, rngs)

@@ -108,3 +108,25 @@ def test_what_does_not_fit_is_refused(changed, message):
     call = dict(zip(names, arrays, strict=True)) | {"is_token": is_token, "begins": begins}
     with pytest.raises(ValueError, match=f"gated_delta_rule: .*{message}"):
         gated_delta_rule(**(call | changed))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_memory_of_training_is_linear_in_the_chunks(name):
+    """Read from the compiled program: a state between two chunks, where the recurrence keeps one for each token."""
+    N, H = 2, 64
+    of_state = 4 * N * H * H
+
+    def needed(tokens, **how):
+        shapes = [(1, tokens, N, H)] * 3 + [(1, tokens, N)] * 2 + [(N,)] * (name == "state_space") + [(1, N, H, H)]
+        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+        def loss(*arrays):
+            return jnp.sum(jnp.sin(FUNCTIONS[name](*arrays, **how)[0]))
+
+        program = jax.jit(jax.grad(loss, range(len(shapes)))).lower(*structs).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    for tokens in (2048, 16384):
+        # Of each token a 64th of a state and four numbers for each of the operands' and the output's.
+        assert needed(2 * tokens) - needed(tokens) < tokens * (of_state / 64 + 4 * 4 * 4 * N * H)
+    assert needed(2048, implementation="reference") > 2048 * of_state

@@ -97,7 +97,7 @@ class PublishedModel:
             return []
         same = [name for name, stored in zip(self._named, self._dequantized, strict=True) if name == stored]
         known = self._expected.keys() | self.family.copies.keys()
-        return [name for name in same if name not in known]
+        return [name for name in same if name not in known and not name.startswith(self._mtp_prefixes)]
 
     @cached_property
     def _dequantized(self) -> dict[str, StoredTensor | LazyTensor]:
@@ -179,10 +179,14 @@ class PublishedModel:
     def mtp_tensors(self) -> dict[str, StoredTensor | LazyTensor]:
         """The tensors of layers after the last, which predict tokens further ahead, by name (multi-token prediction,
         arXiv:2412.19437, section 2.2). jaxlm computes nothing with them."""
+        return {name: tensor for name, tensor in self.stored.items() if name.startswith(self._mtp_prefixes)}
+
+    @cached_property
+    def _mtp_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the names of `mtp_tensors`."""
         known, last = {**self.family.defaults, **self.config}, self.model.num_layers
-        layers = [(start, last + i) for key, start in self.family.further.items() for i in range(known.get(key) or 0)]
-        starts = tuple(start.replace("{l}", str(layer)) for start, layer in layers)
-        return {name: tensor for name, tensor in self.stored.items() if name.startswith(starts)}
+        counts = [(start, known.get(key) or 0 if "{l}" in start else 1) for key, start in self.family.further.items()]
+        return tuple(start.replace("{l}", str(last + i)) for start, count in counts for i in range(count))
 
     @cached_property
     def quantization(self) -> Quantization | None:
@@ -299,10 +303,10 @@ def write(
         config |= {key: _torch(dtypes[""]) for key in ("dtype", "torch_dtype")}
     if further:
         say(f"{len(further)} tensors of layers for multi-token prediction are written as they were read")
-    elif any(config.get(key) != 0 for key in family.further):
-        if any(config.get(key) for key in family.further):
+    elif lost := [key for key in family.further if config.get(key, family.defaults.get(key))]:
+        if any(config.get(key) for key in lost):
             say(f"the export has no layers for multi-token prediction, and {CONFIG} had: they are set to 0")
-        config |= dict.fromkeys(family.further, 0)
+        config |= dict.fromkeys(lost, 0)
     if not before:  # or transformers takes the ids of the family's first model
         ids = json.loads(carried.get(GENERATION, b"{}"))
         config |= {key: ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

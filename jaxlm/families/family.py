@@ -33,7 +33,8 @@ class Family:
       rules: the rules for the family's tensors.
       alternatives: the rules for a second layout, which is read and not written.
       further: by the key with the number of layers after the last, which predict tokens further ahead, how the names of
-        their tensors begin; {l} stands for a layer. An import keeps them for an export, and computes nothing with them.
+        their tensors begin; {l} stands for a layer, and names without it are of all these. An import keeps them for an
+        export, and computes nothing with them.
       dropped: names of tensors that are no parameters; {l} stands for a layer.
       copies: tensors that a file may repeat under another name: by the name of the copy, the name of the tensor.
       aliases: by the older name of a key, its name today.

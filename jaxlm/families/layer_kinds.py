@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal
 
 from jaxlm.core.errors import InputError
 from jaxlm.families import rope_keys
 from jaxlm.families.family import Family
+from jaxlm.families.layer_patterns import LAYERS
 from jaxlm.models.config import BlockConfig, ModelConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -100,28 +100,23 @@ class LayerKinds:
 
 
 def _model(layers: Sequence[tuple[int | None, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the keys of [model] for layers with these windows and positions; a pattern if layers differ."""
+    """Return the keys of [model] for layers with these windows and positions, and what each layer changes of them."""
     positions = [position for _, position in layers]
     rotary = [position for position in positions if position["kind"] == "rope"] or positions
     # A patch adds keys and takes none away.
     base = next((position for position in rotary if "scaling" not in position), rotary[0])
     whole = layers[0][0] if len({window for window, _ in layers}) == 1 else None
     keys: dict[str, Any] = {"position": base, **({} if whole is None else {"attention": {"window": whole}})}
-    if all(layer == layers[0] for layer in layers):
-        return keys
-    period = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
-    entries, seen = [], {}
-    for (window, position), run in groupby(layers[:period]):
-        name = _NAMES[window is not None, position["kind"] == "rope"]
-        seen[name] = seen.get(name, 0) + 1
-        entry: dict[str, Any] = {"name": name + (str(seen[name]) if seen[name] > 1 else ""), "layers": len(list(run))}
+    patches = []
+    for window, position in layers:
+        patch: dict[str, Any] = {}
         if position != base:
             kept = base if position["kind"] == base["kind"] else {}
-            entry["position"] = {key: value for key, value in position.items() if kept.get(key) != value}
+            patch["position"] = {key: value for key, value in position.items() if kept.get(key) != value}
         if window != whole:
-            entry["attention"] = {"window": window}
-        entries.append(entry)
-    return {**keys, "pattern": entries}
+            patch["attention"] = {"window": window}
+        patches.append((_NAMES[window is not None, position["kind"] == "rope"], patch))
+    return {**keys, LAYERS: patches}
 
 
 def _rotating(

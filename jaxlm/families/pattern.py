@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from einops import rearrange
@@ -19,11 +20,13 @@ class Pattern:
     and writes queries, keys and values back. Part i goes to output i. At most one axis, at any depth, has parts.
     `"(n (r two)) d -> d n (two r)"` reads interleaved rotary pairs as halves. Only indices move: both directions are
     exact.
+
+    `sizes`: those of axes that the shapes of the outputs leave open.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, sizes: Mapping[str, int] = MappingProxyType(_CONSTANTS)):
         left, _, right = text.partition("->")
-        self.text = text
+        self.text, self._known = text, sizes
         self.outputs = [output.strip() for output in right.split(";")]
         self._whole, self._parts = left.strip(), [""]
         if fused := _FUSED.search(left):
@@ -33,6 +36,11 @@ class Pattern:
             raise ValueError(f"{text!r} has {len(self._parts)} parts and {len(self.outputs)} outputs")
         self._whole, self._flat = _grouped(self._whole), _axes(self._whole)
 
+    def with_sizes(self, sizes: Mapping[str, int]) -> "Pattern":
+        """Return the pattern with the sizes of those of its axes that have one of these names."""
+        named = {name: sizes[name] for name in _axes(self.text) if name in sizes}
+        return Pattern(self.text, {**self._known, **named}) if named else self
+
     @property
     def rank(self) -> int:
         """The number of axes of the first output."""
@@ -40,7 +48,7 @@ class Pattern:
 
     def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
         """Return the size of each axis, from the shapes of the outputs. Raises ValueError if the shapes disagree."""
-        known = dict(_CONSTANTS)
+        known = dict(self._known)
         for output, shape in zip(self.outputs, shapes, strict=True):
             groups = _groups(output)
             if len(groups) != len(shape):

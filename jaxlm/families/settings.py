@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import first_line
 from jaxlm.core.schema import merged
-from jaxlm.families import inert, latent_keys, quantized, rope_keys, sparse_layers, value_types
+from jaxlm.families import inert, latent_keys, mixer_kinds, quantized, rope_keys, sparse_layers, value_types
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
+from jaxlm.families.layer_patterns import LAYERS, pattern
 from jaxlm.families.nearest import computed, why_of_none
 from jaxlm.models.config import MOST_LAYERS, BlockConfig, ModelConfig
 
@@ -63,8 +64,12 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
         raise InputError(
             f"{where} gives {layers!r} as the number of layers; it must be a whole number from 1 to {MOST_LAYERS:,}"
         )
+    of_layers = []
     for composite in family.composites:
-        values = merged(values, _COMPOSITES[composite].read(entries, values, where))
+        found = _COMPOSITES[composite].read(entries, values, where)
+        of_layers += [found.pop(LAYERS)] if LAYERS in found else []
+        values = merged(values, found)
+    values |= pattern(of_layers)
     refused = [key for key, value in entries.items() if not _is_repeated(key, value, known, family, where)]
     refused = [key for key in refused if not inert.is_inert(key, entries[key])]
     if refused:
@@ -336,6 +341,7 @@ _COMPOSITES = {
     "head norms": _HeadNorms(),
     "rotary dim": _RotaryDim(),
     "attention in every layer": _AttentionAlone(),
+    "gated delta layers": mixer_kinds.GATED_DELTA_LAYERS,
     "sparse layers": sparse_layers.SparseLayers(),
     "layers after dense ones": sparse_layers.LayersAfterDenseOnes(),
     "listed dense layers": sparse_layers.ListedDenseLayers(),

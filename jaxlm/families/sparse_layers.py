@@ -1,13 +1,12 @@
 """Layers with experts and dense layers of a published config.json, and what else its keys say of experts, both ways."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from jaxlm.core.errors import InputError
 from jaxlm.families.family import Family
+from jaxlm.families.layer_patterns import LAYERS
 from jaxlm.models.config import ModelConfig
 
 _SHARED = "layers/feed_forward/shared/"
@@ -28,7 +27,7 @@ class SparseLayers:
         sparse = [layer not in listed and (layer + 1) % step == 0 for layer in layers]
         if not any(sparse):
             raise InputError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
-        return pattern(sparse, entries.pop("intermediate_size"))
+        return dense_among(sparse, entries.pop("intermediate_size"))
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         dense = dense_layers(model)
@@ -44,7 +43,7 @@ class LayersAfterDenseOnes:
             raise InputError(f"{where}: first_k_dense_replace = {first!r}; it must be a whole number from 0 up")
         if first >= layers:
             raise InputError(f"{where}: first_k_dense_replace = {first} leaves no layer of {layers} with experts")
-        return pattern([layer >= first for layer in range(layers)], entries.pop("intermediate_size"))
+        return dense_among([layer >= first for layer in range(layers)], entries.pop("intermediate_size"))
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         dense = dense_layers(model)
@@ -66,7 +65,7 @@ class ListedDenseLayers:
             raise InputError(f"{where}: mlp_layer_types and first_k_dense_replace = {first} differ; leave one out")
         if "sparse" not in types:
             raise InputError(f"{where}: mlp_layer_types leaves no layer with experts")
-        return pattern([kind == "sparse" for kind in types], entries.pop("intermediate_size"))
+        return dense_among([kind == "sparse" for kind in types], entries.pop("intermediate_size"))
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         dense = dense_layers(model)
@@ -94,20 +93,12 @@ class GroupsByBestExpert:
         return {"topk_method": "group_limited_greedy", "n_group": groups.count, "topk_group": groups.kept}
 
 
-def pattern(sparse: list[bool], width: int) -> dict[str, Any]:
-    """Return the keys of [model] for layers with experts, by layer, and dense layers of this width between them."""
+def dense_among(sparse: list[bool], width: int) -> dict[str, Any]:
+    """Return what layers with experts, by layer, and dense layers of this width between them change of [model]."""
     if all(sparse):
         return {}
-    layers = len(sparse)
-    period = next(n for n in range(1, layers + 1) if all(sparse[i] == sparse[i % n] for i in range(layers)))
     dense = {"kind": "dense", "d_ff": width, "activation": "silu", "gated": True}
-    entries, count = [], Counter[str]()
-    for is_sparse, run in groupby(sparse[:period]):
-        name = "mixture" if is_sparse else "dense"
-        count[name] += 1
-        entry: dict[str, Any] = {"name": name + (str(count[name]) if count[name] > 1 else "")}
-        entries.append(entry | {"layers": len(list(run))} | ({} if is_sparse else {"feed_forward": dense}))
-    return {"pattern": entries}
+    return {LAYERS: [("mixture", {}) if is_sparse else ("dense", {"feed_forward": dense}) for is_sparse in sparse]}
 
 
 def dense_layers(model: ModelConfig) -> list[int]:

@@ -14,20 +14,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.schema import kind_of
 from jaxlm.families.kept_matrix import KeptMatrices, KeptMatrix
 from jaxlm.families.pattern import Pattern
 from jaxlm.families.quantized.scaled import ScaledTensor
 from jaxlm.families.rule import TensorRule
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models import tree as model_tree
-from jaxlm.models.config import ModelConfig
+from jaxlm.models.config import ATTENTIONS, ModelConfig
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.quantizing import Quantizer
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.host_shards import HostShards
 from jaxlm.parallel.rules import Rules
 
-_STACK = "layers"
+_STACK, _MIXER = "layers", "attention"
 _READ = ("BF16", "F16", "F32", "F64")  # a quantized tensor means nothing without its scales
 _FETCHED = 2**26  # bytes of experts that are fetched from devices at a time
 _SHOWN = 6  # differences in a message, at most
@@ -81,25 +82,36 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
 
     A rule applies to the layers that have the rule's arrays: a layer without a bias has no tensor for the bias. A rule
     with {e} is of layers with experts, and so is one whose pattern has an axis for them: its tensor holds those of a
-    layer. Raises ValueError if an array of the tree is in no rule, or in two rules.
+    layer. Paths with a kind of attention in place of `attention` are of layers of that kind, and the others then of
+    layers of other kinds. Axes of a pattern may be named as keys of a layer's attention, such as `num_key_heads`, for
+    their sizes. Raises ValueError if an array of the tree is in no rule, or in two rules.
     """
     graph, abstract = model_tree.abstract(model)
     declared = model_tree.paths(model_tree.dimensions(abstract))
     stacks = _stacks(graph, abstract)
     bindings: dict[str, TensorBinding] = {}
+    kinds = {kind for rule in rules for path in rule.paths if (kind := _mixer(path)) in map(kind_of, ATTENTIONS)}
     for rule in rules:
         for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, ()))]:
-            named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in rule.paths]
+            attention = model.layers[layer].attention
+            mixer = attention.kind if attention.kind in kinds else _MIXER
+            paths = [
+                path.replace(f"/{mixer}/", f"/{_MIXER}/", 1) if _mixer(path) == mixer else path
+                for path in rule.paths
+                if _mixer(path) not in {_MIXER, *kinds} - {mixer}
+            ]
+            named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in paths]
             of = [declared[path] for name in named if (path := name.partition("[")[0]) in declared]
             if not of or not _applies(rule, of[0], len(index)):
                 continue
+            pattern = rule.pattern and rule.pattern.with_sizes(dict(attention))
             for expert in range(of[0].shape[1]) if "{e}" in rule.name else [None]:
                 at = index if expert is None else (*index, expert)
                 places = tuple(_place(name, at, declared, model.layers[layer].rope_dim) for name in named)
                 name = rule.name.replace("{l}", str(layer)).replace("{e}", str(expert))
                 if name in bindings:
                     raise ValueError(f"two rules name {name}")
-                bindings[name] = TensorBinding(name, places, rule.pattern, of[0].is_state)
+                bindings[name] = TensorBinding(name, places, pattern, of[0].is_state)
     places = [place for binding in bindings.values() for place in binding.places if not place.start]
     covered = Counter(
         (place.path, (*place.index, *expert))
@@ -137,6 +149,11 @@ def _place(name: str, index: tuple[int, ...], declared: Mapping[str, Dimensions]
     *shape, last = declared[path].shape[len(index) :]
     ends = {"": (None, None), "rotated": (None, rotated), "rest": (rotated, None)}[part]
     return TensorPlace(path, index, (*shape, len(range(last)[slice(*ends)])), *ends)
+
+
+def _mixer(path: str) -> str | None:
+    """Return the part of a layer that a path is of."""
+    return path.split("/")[1] if _is_stack(path) else None
 
 
 def _is_stack(path: str) -> bool:

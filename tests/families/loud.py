@@ -16,7 +16,9 @@ import numpy as np
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VARIANTS = ("loud", "quiet")
-STATE = ("e_score_correction_bias",)  # which no gradient moves
+STATE = ("e_score_correction_bias", "expert_bias")  # which no gradient moves
+# Norms that multiply by their scale whatever the others of the model do.
+PLAIN_NORMS = ("linear_attn.norm.weight",)
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
 
 
@@ -39,12 +41,13 @@ def tensor(
     """Return one float32 tensor of a checkpoint.
 
     Loud: matrices N(0, 1.5² / fan-in), norm scales N(norm_center, 0.3²), biases and sinks N(0, 0.5²), embeddings
-    N(0, embedding_std²), selection biases N(-0.5, 0.5²), so that scores lie on both sides of 0. Quiet: matrices
-    N(0, 0.02²), norm scales norm_center, biases 0, embeddings N(0, (0.02 embedding_std)²).
+    N(0, embedding_std²), selection biases N(-0.5, 0.5²), so that scores lie on both sides of 0, logarithms of decay
+    rates N(-2, 1), so that states are read over many tokens. Quiet: matrices N(0, 0.02²), norm scales norm_center,
+    biases 0, logarithms of rates -2, embeddings N(0, (0.02 embedding_std)²).
 
     Args:
         name: The name in the published file. A Linear is stored [out, in], GPT-2's Conv1D [in, out], and GPT-OSS's
-            experts [experts, in, out].
+            experts [experts, in, out]; weights of convolutions [channels, 1, taps].
         shape: The shape in the file.
         variant: "loud" or "quiet".
         norm_center: 0 for the norms that multiply by one plus their scale, otherwise 1.
@@ -54,14 +57,16 @@ def tensor(
     draws = normals(f"{name} {list(shape)}", shape)
     if is_state(name):
         values = loud * (0.5 * draws - 0.5)
+    elif name.endswith("A_log"):
+        values = loud * draws - 2.0
     elif name.endswith(("bias", "sinks")):
         values = 0.5 * loud * draws
     elif "norm" in name or ".ln_" in name:
-        values = norm_center + 0.3 * loud * draws
+        values = (1.0 if name.endswith(PLAIN_NORMS) else norm_center) + 0.3 * loud * draws
     elif any(part in name.split(".") for part in EMBEDDINGS):
         values = (1.0 if loud else 0.02) * embedding_std * draws
     else:
-        is_transposed = name.startswith("transformer.h.") or len(shape) == 3
+        is_transposed = name.startswith("transformer.h.") or (len(shape) == 3 and shape[1] > 1)
         fan_in = shape[-2] if is_transposed else shape[-1]
         values = (1.5 / math.sqrt(fan_in) if loud else 0.02) * draws
     return values.astype(np.float32)

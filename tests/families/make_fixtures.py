@@ -26,7 +26,7 @@ JSON keys:
     parameters          sum of the sizes of the tensors, but for those that no gradient moves
     sequences           two token sequences of equal length
     positions           positions of each sequence whose logits are stored
-    packed              two documents that share a row, and the stored positions of that row; positions restart at 0
+    packed              documents that share a row, and the stored positions of that row; positions restart at 0
                         and attention stays within a document, so each has the logits that it has alone. null where
                         each length has its own rope.
     short               number of tokens of each sequence in a second, shorter run; null except where rope depends on
@@ -73,6 +73,7 @@ from tiny_configs import (  # noqa: E402
     LENGTH_DEPENDENT,
     MIXES_DOCUMENTS,
     PATH_DEPENDENT,
+    RECURRENT,
     WEIGHTS,
     old_spelling,
 )
@@ -85,6 +86,10 @@ LENGTH = 47  # more than six windows, and more than twice the original lengths
 POSITIONS = [0, 1, 6, 7, 8, 15, 16, 20, 21, 33, 45, 46]  # around the windows and the original lengths, and the end
 DOCUMENTS = (21, 25)  # both beyond the original lengths
 PACKED_POSITIONS = [0, 7, 20, 21, 28, 37, 45]
+# Of families with recurrent layers, which read chunks of 64 tokens: three and a part of one, in which documents begin
+# on the first, the second and the last token of a chunk.
+CHUNK_DOCUMENTS = (64, 65, 62, 9)
+CHUNK_POSITIONS = [0, 63, 64, 65, 66, 127, 128, 129, 130, 190, 191, 192, 199]
 SHORT = 16  # the longest that is within the original lengths
 PROMPT = 22
 PROMPTS = 16  # candidates
@@ -280,7 +285,10 @@ def fixture(name: str) -> tuple[dict, dict[str, np.ndarray]]:
     arrays, largest, noise = {}, {}, {}
     references = {variant: Reference(*FAMILIES[name], WEIGHTS.get(name, {}), variant) for variant in loud.VARIANTS}
     sequences = [drawn(references["loud"], f"{name} sequence {i}", LENGTH) for i in range(2)]
-    documents = [drawn(references["loud"], f"{name} document {i}", count) for i, count in enumerate(DOCUMENTS)]
+    counts, packed_positions = (
+        (CHUNK_DOCUMENTS, CHUNK_POSITIONS) if name in RECURRENT else (DOCUMENTS, PACKED_POSITIONS)
+    )
+    documents = [drawn(references["loud"], f"{name} document {i}", count) for i, count in enumerate(counts)]
     for variant in reversed(loud.VARIANTS):  # the loud reference stays
         reference = references[variant]
         old_config = old_spelling(name, reference.config)
@@ -313,12 +321,12 @@ def fixture(name: str) -> tuple[dict, dict[str, np.ndarray]]:
     }
     if name not in PATH_DEPENDENT:
         apart = np.concatenate([reference.logits([document])[0] for document in documents])
-        restarting = torch.cat([torch.arange(count) for count in DOCUMENTS])[None]
+        restarting = torch.cat([torch.arange(count) for count in counts])[None]
         together = reference.logits([sum(documents, [])], position_ids=restarting)[0]
-        if (relative(together, apart) > 1e-9) != (name in MIXES_DOCUMENTS):
+        if (relative(together, apart) > 1e-9) != (name in MIXES_DOCUMENTS | RECURRENT):
             raise ValueError(f"{name}: transformers packs otherwise")
-        arrays["packed"] = apart[PACKED_POSITIONS]
-        facts["packed"] = {"documents": documents, "positions": PACKED_POSITIONS}
+        arrays["packed"] = apart[packed_positions]
+        facts["packed"] = {"documents": documents, "positions": packed_positions}
         facts["greedy"], arrays["greedy"] = greedy(reference, name, noise["loud"])
     if name in LENGTH_DEPENDENT:
         facts["short"] = SHORT

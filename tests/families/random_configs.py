@@ -17,6 +17,8 @@ def draw(model_type: str, seed: int) -> tuple[Settings, Settings]:
     weights: Settings = {"embedding_std": 0.5} if settings.get("tie_word_embeddings") else {}
     if model_type.startswith("gemma"):  # which multiply embeddings by √d_model, and norms by one plus the weight
         weights = {"embedding_std": 0.5 / math.sqrt(settings["hidden_size"]), "norm_center": 0.0}
+    if "linear_num_key_heads" in settings:  # norms times one plus the weight
+        weights = weights | {"norm_center": 0.0}
     if multiplier := settings.get("embedding_multiplier"):
         weights = {"embedding_std": 0.5 / multiplier}
     return settings, weights
@@ -285,6 +287,21 @@ def _qwen2_moe(r: random.Random) -> Settings:
     return _without(base, ["head_dim"]) | {"shared_expert_intermediate_size": r.choice((24, 44))}
 
 
+def _qwen3_next(r: random.Random) -> Settings:
+    base = _decoder(r, (0.25, 0.5), **_experts(r, "num_experts", "moe_intermediate_size"))
+    dense = [layer for layer in range(base["num_hidden_layers"] - 1) if r.random() < 0.3]
+    own = {"shared_expert_intermediate_size": r.choice((24, 44)), "mlp_only_layers": dense}
+    return _gated_delta(r, base) | own | _flags(r, "norm_topk_prob")
+
+
+def _gated_delta(r: random.Random, base: Settings) -> Settings:
+    """Return settings with Gated DeltaNet in some layers."""
+    types = [r.choice(("linear_attention", "full_attention")) for _ in range(base["num_hidden_layers"])]
+    sizes = {"linear_conv_kernel_dim": r.choice((2, 3, 4)), "linear_num_key_heads": r.choice((1, 2, 3))}
+    sizes |= {"linear_key_head_dim": r.choice((16, 22)), "linear_value_head_dim": r.choice((10, 16))}
+    return base | sizes | {"layer_types": types, "linear_num_value_heads": 6}
+
+
 def _minimax_m2(r: random.Random) -> Settings:
     base = _decoder(r, (0.5, 1.0), **_experts(r, "num_local_experts"))
     return {"head_dim": base["hidden_size"] // base["num_attention_heads"]} | base
@@ -366,6 +383,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": lambda r: _qwen(r) | _flags(r, "attention_bias"),
     "qwen3_moe": lambda r: _qwen_moe(r, False, "attention_bias"),
+    "qwen3_next": _qwen3_next,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,

@@ -139,6 +139,11 @@ def test_all_dimensions_differ(name):
         sizes += [config["q_lora_rank"]] if config["q_lora_rank"] else []
     else:
         sizes += [] if name in SAME_WIDTH else [heads * head, kv_heads * head, heads, kv_heads]
+    if (keys := config.get("linear_num_key_heads")) is not None:
+        values, key_dim, value_dim = (
+            config[f"linear_{key}"] for key in ("num_value_heads", "key_head_dim", "value_head_dim")
+        )
+        sizes += [keys, values, key_dim, value_dim, keys * key_dim, values * value_dim]
     assert len(set(sizes)) == len(sizes)
     assert name in SAME_WIDTH or (kv_heads < heads and heads * head != width)
     assert layers not in sizes
@@ -178,9 +183,13 @@ def tensors_by_pattern(fixture):
     dense = [*range(first), *config.get("mlp_only_layers", [])]
     dense += [n for n, kind in enumerate(config.get("mlp_layer_types", [])) if kind == "dense"]
     sparse = [n for n in layers if experts and (n + 1) % every == 0 and n not in dense]
+    kinds = Counter(config.get("layer_types", ()))
+    mixers = {".linear_attn.": kinds["linear_attention"], ".self_attn.": len(layers) - kinds["linear_attention"]}
     numbers = {}
     for key in (pattern(name) for name in fixture["tensors"]):
-        if ".experts.E." in key:
+        if (mixer := next((mixer for mixer in mixers if mixer in key), None)) is not None:
+            numbers[key] = mixers[mixer]
+        elif ".experts.E." in key:
             numbers[key] = len(sparse) * experts
         elif "block_sparse_moe." in key or "mlp.gate." in key or "shared_expert" in key:
             numbers[key] = len(sparse)

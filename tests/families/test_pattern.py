@@ -1,5 +1,7 @@
 """Rearrangements of stored tensors, there and back."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,8 @@ PATTERNS = [
     "(c | (r two)) d -> d c ; d (two r)",
     "(n (h | (r two))) q -> q n h ; q n (two r)",
     "(n h | k h | k h) -> n h ; k h ; k h",
+    "(k (h | h | (g i) | (g i))) d -> d k h ; d k h ; d (k g) i ; d (k g) i",  # Qwen3-Next
+    "(c | k h) 1 q -> q c ; q k h",  # convolutions
 ]
 
 
@@ -25,7 +29,7 @@ def arrays(pattern):
     """An array for each output, of distinct numbers."""
     shapes = []
     for output in pattern.outputs:
-        groups = output.replace("(two r)", "two*r").split()
+        groups = re.sub(r"\((\w+) (\w+)\)", r"\1*\2", output).split()
         shapes.append(tuple(int(np.prod([SIZES[axis] for axis in group.split("*")])) for group in groups))
     sizes = [int(np.prod(shape)) for shape in shapes]
     ends = np.cumsum(sizes)
@@ -63,3 +67,15 @@ def test_interleaved_pairs_become_halves():
 def test_a_pattern_that_does_not_fit_is_refused(text, shapes):
     with pytest.raises(ValueError):
         Pattern(text).sizes(shapes)
+
+
+def test_sizes_that_shapes_leave_open_are_given():
+    text = "(heads (g | g)) d -> d (heads g) ; d (heads g)"
+    shapes = [(10, 6), (10, 6)]
+    with pytest.raises(ValueError, match="does not go with 6"):
+        Pattern(text).sizes(shapes)
+    pattern = Pattern(text).with_sizes({"heads": 3, "other": 9})
+    stored = np.arange(120).reshape(12, 10)  # of each head two rows of the first and two of the second
+    first, second = pattern.read(stored, shapes)
+    assert first[0].tolist() == [0, 10, 40, 50, 80, 90] and second[0].tolist() == [20, 30, 60, 70, 100, 110]
+    np.testing.assert_array_equal(pattern.write([first, second]), stored)

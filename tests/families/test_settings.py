@@ -21,6 +21,7 @@ FAMILY_OF |= {"llama3.2": "llama", "qwen2.5": "qwen2", "smollm3": "smollm3"}
 FAMILY_OF |= {"ministral": "mistral", "pythia": "gpt_neox", "command": "cohere2", "afm": "arcee"}
 FAMILY_OF |= {name: name for name in ("glm4", "exaone4", "starcoder2", "nanochat")} | {"granite3.3": "granite"}
 FAMILY_OF |= {"mixtral": "mixtral", "olmoe": "olmoe"} | dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe")
+FAMILY_OF |= {"qwen3-next-80b-a3b": "qwen3_next"}
 FAMILY_OF |= {"gpt-oss-20b": "gpt_oss", "gpt-oss-120b": "gpt_oss"}
 FAMILY_OF |= {"glm-4.5-air": "glm4_moe", "minimax-m2": "minimax_m2"}
 FAMILY_OF |= {"deepseek-v2": "deepseek_v2", "deepseek-v2-lite": "deepseek_v2", "deepseek-v3": "deepseek_v3"}

@@ -60,6 +60,19 @@ def latent(**settings) -> dict:
     return without(common(moe_intermediate_size=28, **own), "head_dim") | {"num_key_value_heads": 6} | settings
 
 
+def gated_delta(**settings) -> dict:
+    """Return settings of a family with Gated DeltaNet in two layers of three."""
+    own = {
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 9,
+        "linear_key_head_dim": 22,
+        "linear_value_head_dim": 11,
+    }
+    own |= {"linear_conv_kernel_dim": 3, "head_dim": 12, "rope_parameters": rope(partial_rotary_factor=0.5)}
+    types = [*["linear_attention"] * 2, "full_attention", *["linear_attention"] * 2]
+    return common(num_hidden_layers=5, layer_types=types, max_position_embeddings=256, **own) | settings
+
+
 NEOX = without(
     common(
         hidden_size=72,
@@ -80,6 +93,8 @@ def longrope(short: list[float], long: list[float], **settings) -> dict:
 
 # transformers gives the masks of these no positions: tokens see the documents before their own.
 MIXES_DOCUMENTS = {"gpt_oss"}
+# Whose recurrent layers read the documents before their own, there too: its chunks know of no beginnings.
+RECURRENT = {"qwen3_next"}
 
 # Fixture -> (model_type, settings). One period of the layers and a remainder.
 FAMILIES = {
@@ -316,11 +331,23 @@ FAMILIES = {
             num_nextn_predict_layers=0,
         ),
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        gated_delta(
+            moe_intermediate_size=28,
+            shared_expert_intermediate_size=36,
+            num_experts=7,
+            num_experts_per_tok=4,
+            norm_topk_prob=False,
+            mlp_only_layers=[1],
+        ),
+    ),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
 }
 # Embeddings are smaller where the family multiplies them, and where tied ones would make each token predict itself.
 WEIGHTS = {
     **{name: {"norm_center": 0.0, "embedding_std": 0.07} for name in ("gemma", "gemma2", "gemma3")},
+    "qwen3_next": {"norm_center": 0.0},
     **{name: {"embedding_std": 0.5} for name in ("gpt2", "llama3_2", "qwen3", "starcoder2")},
     "granite": {"embedding_std": 0.1},
 }
@@ -336,6 +363,7 @@ OLD = {
     "qwen3": {"layer_types": None},
     "minimax_m2": {"rotary_dim": 6},
     "qwen3_moe": {"num_local_experts": None, "num_experts": 7},
+    "qwen3_next": {"layer_types": None, "full_attention_interval": 3},
     "smollm3": {"layer_types": None},
 }
 GRADIENTS = {"llama3_1", "olmo2", "gemma2", "gpt_neox", "cohere2"}  # pre, post, sandwich, two parallel, one parallel

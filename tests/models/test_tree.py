@@ -62,6 +62,7 @@ PUBLISHED = {
     "olmoe-1b-7b": 6_919_161_856,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
@@ -268,6 +269,23 @@ GOLDEN_AXES |= {
     "deepseek-v2": stacked(LATENT, "dense") | stacked(LATENT | EXPERTS | SHARED, "mixture"),
     "deepseek-v2-lite": stacked(LITE, "dense") | stacked(LITE | EXPERTS | SHARED, "mixture"),
     "deepseek-v3": stacked(LATENT, "dense") | stacked(LATENT | CHOSEN | SHARED, "mixture"),
+}
+DELTA = {
+    **dict.fromkeys(("layers/attention/query", "layers/attention/key"), "layers embed heads head_dim"),
+    **dict.fromkeys(("layers/attention/value", "layers/attention/gate"), "layers embed heads head_dim"),
+    **dict.fromkeys(("layers/attention/beta", "layers/attention/time"), "layers embed heads"),
+    "layers/attention/query_taps": "layers taps heads head_dim",
+    "layers/attention/key_taps": "layers taps heads head_dim",
+    "layers/attention/value_taps": "layers taps heads head_dim",
+    **dict.fromkeys(("layers/attention/log_rate", "layers/attention/time_bias"), "layers heads"),
+    "layers/attention/output_norm/scale": "layers head_dim",
+    "layers/attention/output": "layers heads head_dim embed",
+}
+NEXT = GOLDEN_AXES["qwen3-30b"] | SHARED | {"layers/feed_forward/shared_gate": "layers embed shared_gate"}
+WITHOUT = without(NEXT, *(path for path in NEXT if path.startswith("layers/attention/")))
+GOLDEN_AXES |= {
+    "qwen3-next": stacked(WITHOUT | DELTA, "delta")
+    | stacked(NEXT | {"layers/attention/gate": "layers embed heads head_dim"}, "full"),
 }
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXIS=N,…",
-        help="such as fsdp=8,tensor=2 (in training: all devices on fsdp); auto ranks the meshes that fit, with their "
-        "best microbatches and rematerialisation unless key=value sets these",
+        help="such as fsdp=8,tensor=2 (in training: all devices on fsdp); auto ranks the meshes that leave a "
+        "tenth of memory free, with their best microbatches and rematerialisation unless key=value sets these",
     )
     parser.add_argument(
         "--objective",
@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "as attention=flash-2, overlap=none or pipeline.stages=8; several times",
     )
     parser.add_argument(
-        "--plot", type=path, metavar="FILE", help="draw roofline and memory of the (best) plan into FILE"
+        "--plot",
+        type=path,
+        metavar="FILE",
+        help="draw the (best) plan into FILE: roofline, time as a waterfall from the peak, and memory",
     )
     parser.add_argument(
         "--check",

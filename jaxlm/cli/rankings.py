@@ -1,5 +1,6 @@
 """A table of several plans, the best first, for `jaxlm plan`."""
 
+import itertools
 import json
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,9 @@ def show(plans: list["Plan"], refused: dict[str, str], best: dict[str, Any] | No
         cells = _cells(plan, labels, limited)
         table.add(*[str(plan.target)] * several, *cells, *_per_token(plan) * several)
     table.print()
-    if not several and (remark := _say_per_token(plans[0])):
-        print_sentence(remark)
+    for remark in () if several else (_say_per_token(plans[0]), _say_tied(shown(plans))):
+        if remark:
+            print_sentence(remark)
     for name, remat in labels.items():
         print(f"{name}: execution.remat={shlex.quote(remat)}")
     if remark := _say_tight(shown(plans)):
@@ -119,6 +121,16 @@ def _say_per_token(plan: "Plan") -> str | None:
     parts = [] if usd is None else [f"${usd:.3g} per million tokens"]
     parts += [] if joules is None else [f"{joules:.3g} J per token"]
     return f"the first row takes {' and '.join(parts)}" if parts else None
+
+
+def _say_tied(plans: list["Plan"]) -> str | None:
+    """Return a line about plans that stand before slightly faster ones; None if there are none."""
+    from jaxlm.costs.plan_order import TIE
+
+    ratios = (plan.time.expected / later.time.expected for plan, later in itertools.pairwise(plans))
+    if not any(1 < ratio <= 1 + TIE for ratio in ratios):
+        return None
+    return f"meshes within {TIE:.0%} are a tie, which no estimate decides: the simplest is first"
 
 
 _TIGHT = "*"

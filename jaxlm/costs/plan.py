@@ -25,7 +25,7 @@ from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import over_slices
 
 # The share of a device's memory that a plan had better leave free. The count is within 5 % of the compiler's own, or
-# above it, in 69 of 75 compiled programs, and 18 % below it at worst (docs/memory.md). The driver, the CUDA context and
+# above it, in 76 of 80 compiled programs, and 18 % below it at worst (docs/memory.md). The driver, the CUDA context and
 # NCCL's buffers, which are not counted, take memory of a GPU as well.
 HEADROOM = 0.1
 
@@ -192,6 +192,11 @@ def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:
     check_width(work, stack)
     if stages > 1 and work.kind != "train":
         raise InputError("a pipeline is planned in training alone: leave pipeline.stages out, or plan --workload train")
+    if stages > 1 and work.stages > 1:
+        raise InputError(
+            f"mesh.pipeline = {work.stages} is jaxlm's pipeline and pipeline.stages = {stages} that of other software: "
+            "leave one of them out"
+        )
     if work.layout.size * stages != target.devices:
         of_stages = f" for each of {stages} stages" if stages > 1 else ""
         raise InputError(

@@ -22,7 +22,7 @@ VARIED = {"microbatches": "training.microbatches", "remat": "execution.remat"}
 
 def layouts(work: Workload, devices: int, slices: int = 1) -> Iterator[Layout]:
     """Yield the layouts of a number of devices that divide the heads, and in training the model and the batch, and that
-    may lie on several slices (`can_cross`)."""
+    may lie on several slices (`can_cross`). None has several devices on the axes of layers or of the sequence."""
     sizes = divided_by_mesh(work.model)
 
     def fits(layout: Layout) -> bool:

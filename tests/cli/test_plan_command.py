@@ -134,12 +134,22 @@ def test_a_search_ranks_meshes(capsys):
     assert all(time <= later * (1 + TIE) for time, later in itertools.pairwise(times))
 
 
+def test_a_table_says_that_a_slightly_faster_mesh_stands_below_a_simpler_one(capsys):
+    remark = "meshes within 2% are a tie, which no estimate decides: the simplest is first"
+    arguments = "--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192"
+    times = [row["time_s"]["expected"] for row in json.loads(plan(capsys, *arguments, "--json"))["rows"][:10]]
+    assert times != sorted(times) and remark in plan(capsys, *arguments).splitlines()
+    decode = "--on", "h200-sxm:8", "--mesh", "auto", "--workload", "decode"
+    times = [row["time_s"]["expected"] for row in json.loads(plan(capsys, *decode, "--json"))["rows"]]
+    assert times == sorted(times) and remark not in plan(capsys, *decode).splitlines()
+
+
 @pytest.mark.parametrize("limits", [(), ("training.steps=1000", "--deadline", "30d")], ids=["", "deadline"])
 def test_meshes_of_one_kind_of_chips_stand_in_80_columns(capsys, limits):
     title, header, rule, *rows = plan(
         capsys, "--on", "h100-sxm5:8", "--mesh", "auto", "training.batch=16", *limits, model="olmoe-1b-7b"
     ).splitlines()
-    assert max(map(len, [header, rule, *rows])) <= 80 and len(rows) == 12
+    assert max(map(len, [header, rule, *rows])) <= 80 and len(rows) == 13
     row = json.loads(plan(capsys, "--on", "h100-sxm5:8", "--mesh", "auto", "--json", model="olmoe-1b-7b"))
     price, energy = row["usd_per_million_tokens"], row["joules_per_token"]
     assert f"the first row takes ${price:.3g} per million tokens and {energy:.3g} J per token" in rows

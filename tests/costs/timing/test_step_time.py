@@ -134,6 +134,9 @@ def test_a_plan_of_a_pipeline_has_a_mesh_for_each_stage():
     assert heavier.memory.total - whole.memory.total == 2 * state  # 16 bytes are jaxlm's own
     with pytest.raises(InputError, match="has 8 devices for each of 4 stages"):
         plan(WORK, TARGET, stack)
+    own = dataclasses.replace(WORK, layout=meshes.layout(1, 4, 1).replace(pipeline=2))
+    with pytest.raises(InputError, match="leave one of them out"):
+        plan(own, Target.parse("h100-sxm5:32"), stack)
 
 
 def test_the_layers_of_a_stage_are_written_out_if_that_stage_fits():

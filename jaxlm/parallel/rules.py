@@ -198,10 +198,8 @@ TRAIN = _rules(
         "expert_batch": ("data", "fsdp"),  # tokens of all devices that share out the experts
         "sequence": ("context",),
         "key_sequence": (),  # of keys and values
-        "residual": (
-            "context",
-            "tensor",
-        ),  # the sequence between attention and feed-forward (arXiv:2205.05198, section 4.2.2)
+        # The sequence between attention and feed-forward (arXiv:2205.05198, section 4.2.2).
+        "residual": ("context", "tensor"),
         "act_embed": (),
         "act_heads": ("tensor",),
         "act_kv_heads": ("tensor",),

@@ -310,7 +310,8 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
     if layout.over(TRAIN.over("layers")) > 1:
-        _check_stages(experiment, layout)
+        check_stages(experiment)
+        _check_rounds(experiment, layout)
     if training.local_sgd is not None and devices is not None and layout.over(TRAIN.replicas) == 1:
         raise InputError(
             f"training.local_sgd trains a replica for each shard of {layout_choice.describe_axes(TRAIN.replicas)}, and "
@@ -342,11 +343,20 @@ def _check_local_sgd(experiment: Experiment) -> None:
         raise InputError("records.norms_every looks at one model, and training.local_sgd trains several: leave it out")
 
 
-def _check_stages(experiment: Experiment, layout: Layout) -> None:
+def check_stages(experiment: Experiment) -> None:
     """Raise InputError for what a step does not do on the stages of a pipeline."""
     (axis,) = TRAIN.over("layers")
     if experiment.training.local_sgd is not None:
         raise InputError(f"training.local_sgd is of whole models: leave it out, or set mesh.{axis} to 1")
+    if experiment.dpo is not None:
+        raise InputError(f"mesh.{axis} carries text alone, and [dpo] compares answers: set it to 1")
+    if experiment.records.norms_every is not None:
+        raise InputError(f"records.norms_every looks at all layers of a device: leave it out, or set mesh.{axis} to 1")
+
+
+def _check_rounds(experiment: Experiment, layout: Layout) -> None:
+    """Raise InputError where stages do not divide the microbatches that go around them together."""
+    (axis,) = TRAIN.over("layers")
     rounds, microbatches, stages = experiment.execution.pipeline_rounds, experiment.training.microbatches, layout[axis]
     if rounds > 1 and microbatches % stages:
         raise InputError(
@@ -354,10 +364,6 @@ def _check_stages(experiment: Experiment, layout: Layout) -> None:
             f"{rounds} times together: set training.microbatches to {math.ceil(microbatches / stages) * stages}, or "
             "execution.pipeline_rounds to 1"
         )
-    if experiment.dpo is not None:
-        raise InputError(f"mesh.{axis} carries text alone, and [dpo] compares answers: set it to 1")
-    if experiment.records.norms_every is not None:
-        raise InputError(f"records.norms_every looks at all layers of a device: leave it out, or set mesh.{axis} to 1")
 
 
 def divides_heads(layout: Layout, model: ModelConfig) -> bool:

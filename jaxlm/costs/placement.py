@@ -58,6 +58,15 @@ def check_cache(experiment: Experiment, work: Workload) -> None:
         )
 
 
+def may_have_stages(experiment: Experiment, target: Target) -> bool:
+    """Return whether a run on these chips can lay its layers on stages, if its model can."""
+    try:
+        config.check_stages(experiment)
+    except InputError:
+        return False
+    return target.chip.kind != "cpu" or experiment.execution.dtype == "float32"  # XLA compiles nothing else there
+
+
 def say_slices(target: Target, layout: Layout) -> str | None:
     """Return a line that says that parameters cross the network between slices in every layer; None where they do
     not."""

@@ -11,7 +11,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.schema import COUNT
 from jaxlm.costs.hardware.catalog import catalog
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.placement import batch_shards, check_cache, layout_on, on_mesh, with_batch
+from jaxlm.costs.placement import batch_shards, check_cache, layout_on, may_have_stages, on_mesh, with_batch
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.plan_order import PlanOrder
 from jaxlm.costs.search import VARIED, search, smallest
@@ -135,19 +135,19 @@ class PlanRequest(NamedTuple):
             only = plan(Workload.of(experiment, layout, self.kind), target, self.stack)
             check_cache(experiment, only.work)
             return self._allowed([only])
-        work = Workload.of(experiment, kind=self.kind)
-        plans = search(work, target, self.fixed, self.order, self.stack)
+        work, staged = Workload.of(experiment, kind=self.kind), may_have_stages(experiment, target)
+        plans = search(work, target, self.fixed, self.order, self.stack, staged)
         if not plans:
             raise InputError(
                 f"no mesh of {target} holds this {self.kind} step with a batch of {work.batch} × {work.sequence} "
-                f"tokens: {self._why_none_fits(work, target)}"
+                f"tokens: {self._why_none_fits(work, target, staged)}"
             )
         check_cache(experiment, plans[0].work)
         return self._allowed(plans)
 
-    def _why_none_fits(self, work: Workload, target: Target) -> str:
+    def _why_none_fits(self, work: Workload, target: Target, staged: bool) -> str:
         """Return what is too large for a device on every mesh, and what would help."""
-        size, key = smallest(work, target, self.fixed, self.stack), SIZE_KEYS[self.kind]
+        size, key = smallest(work, target, self.fixed, self.stack, staged), SIZE_KEYS[self.kind]
         if size is None:
             devices = target.part(self.stack.pipeline.stages).devices
             return f"none divides both the model and the batch; take {key[0]} = {math.lcm(work.batch, devices)}"

@@ -93,21 +93,32 @@ def _changes(one: Layout, other: Layout) -> str:
     return " ".join(f"mesh.{axis}={size}" for axis, size in other.items() if size != one[axis])
 
 
-def layouts(
-    devices: int,
-    rules: Rules,
-    fits: Callable[[Layout], bool] = lambda _: True,
-    parameters: Collection[str] | None = None,
-) -> Iterator[Layout]:
-    """Yield the layouts of a number of devices that `fits`, the innermost axis growing last. Of mesh axes that shard
-    the same logical axes, which are one axis by two names, the first has all devices; those that shard nothing have
-    one. `parameters`: the logical axes of the model's parameters, where they are known."""
+def layouts(devices: int, rules: Rules, parameters: Collection[str] | None = None) -> Iterator[Layout]:
+    """Yield the layouts of a number of devices over the `distinct_axes`, the innermost axis growing last."""
+    return factorings(devices, distinct_axes(rules, parameters))
+
+
+def distinct_axes(rules: Rules, parameters: Collection[str] | None = None) -> list[str]:
+    """Return the mesh axes that shard something, and of those that shard the same logical axes, which are one axis by
+    two names, the first. `parameters`: the logical axes of the model's parameters, where they are known."""
     absent = frozenset() if parameters is None else rules.without(parameters)
     duties = {axis: duty for axis in Layout() if (duty := rules.duties(axis) - absent)}
     named = {duty: axis for axis, duty in reversed(duties.items())}
-    for layout in factorings(devices, [axis for axis, duty in duties.items() if named[duty] == axis]):
-        if fits(layout):
-            yield layout
+    return [axis for axis, duty in duties.items() if named[duty] == axis]
+
+
+def neighbours(layout: Layout, axes: Collection[str]) -> Iterator[Layout]:
+    """Yield the layouts of as many devices in which a prime factor of one axis has moved to another of these axes."""
+    for one in axes:
+        for prime in _prime_factors(layout[one]):
+            for other in axes:
+                if other != one:
+                    yield layout.replace(**{one: layout[one] // prime, other: layout[other] * prime})
+
+
+def _prime_factors(n: int) -> list[int]:
+    """Return the primes that divide a number."""
+    return [d for d in divisors(n) if len(divisors(d)) == 2]
 
 
 def training_layout(mesh: MeshSection, devices: int, rules: Rules, sizes: Sequence[ModelSize]) -> Layout:

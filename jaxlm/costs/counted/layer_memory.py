@@ -4,7 +4,7 @@ Both follow from the recording: a value is live from the door that makes the val
 door declares what XLA keeps for that door besides operands and results.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep
@@ -74,21 +74,17 @@ def _bytes(device: DeviceStep, values: Iterable[int]) -> int:
 
 def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> Kept:
     """Return what the backward pass of doors reads; without recomputation, all of it is kept."""
-    *_, last = _reads(device, uses)
-    return last
+    reads = [_read_by(device, use) for use in uses]
+    return _kept(device, {value for values, _ in reads for value in values}, sum(more for _, more in reads))
 
 
-def _reads(device: DeviceStep, uses: Sequence[RecordedOp]) -> Iterator[Kept]:
-    """Yield, after each of these doors in turn, what the backward pass of all doors up to it reads."""
-    values, more = set(), 0
-    for use in uses:
-        declared = device.cost(use).saved
-        more += declared.instead + declared.bytes + declared.with_result + declared.masks
-        if declared.shared is not None and not _is_shared(device):
-            more += declared.shared[1]
-        if not declared.instead:
-            values.update(device.saved(use))
-        yield _kept(device, values, more)
+def _read_by(device: DeviceStep, use: RecordedOp) -> tuple[Iterable[int], int]:
+    """Return the values that the backward pass of a door reads, and the bytes of what it reads besides."""
+    declared = device.cost(use).saved
+    more = declared.instead + declared.bytes + declared.with_result + declared.masks
+    if declared.shared is not None and not _is_shared(device):
+        more += declared.shared[1]
+    return () if declared.instead else device.saved(use), more
 
 
 @memoized
@@ -130,13 +126,18 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
     uses = device.recording.by_layer[layer]
     if working := _with_workspace(device, uses):
         return max(LayerPeak(_around_workspace(device, layer, i), i) for i in working)
-    kept, peaks = _read_where_it_is(device, layer), []
-    beside = [device.cost(use).workspace.beside for use in uses]
-    for i, read in enumerate(_reads(device, uses)):
-        there = _bytes(device, read.values - kept.values) + max(0, read.more - kept.more)
+    kept = _read_where_it_is(device, layer)
+    beside, lives = [device.cost(use).workspace.beside for use in uses], _lives(device, layer)
+    read, bytes_, more, peaks = set(kept.values), 0, -kept.more, []
+    for i, use in enumerate(uses):
+        values, more_of_use = _read_by(device, use)
+        new = {device.same(value) for value in values} - read
+        read |= new
+        bytes_, more = bytes_ + sum(device.bytes[value] for value in new), more + more_of_use
         # A GPU's program computes the gradients of matrices last: what these products read of later doors waits.
-        there += beside[i] if device.work.platform == "tpu" else sum(beside[i:])
-        peaks.append(LayerPeak(there + _bytes_of_gradients(device, layer, i), i))
+        working = beside[i] if device.work.platform == "tpu" else sum(beside[i:])
+        gradients = _bytes_of_gradients(device, use, i, lives)
+        peaks.append(LayerPeak(bytes_ + max(0, more) + working + gradients, i))
     return max(peaks)
 
 
@@ -162,18 +163,22 @@ def _last_reads(device: DeviceStep, uses: Sequence[RecordedOp]) -> dict[int, int
     return last | {device.same(value): len(uses) for value in uses[-1].results}
 
 
-def _bytes_of_gradients(device: DeviceStep, layer: int, at: int) -> int:
-    """Return the bytes of the gradients that are live in the backward pass of a door: those of the values that the door
-    reads or makes, and of the values that later doors read and earlier doors make."""
-    uses, there = device.recording.by_layer[layer], set()
+def _lives(device: DeviceStep, layer: int) -> list[tuple[int, int, int]]:
+    """Return each value of a layer with the index of the door that makes it, -1 for an input, and that of the last door
+    that reads it, the number of doors for the layer's result."""
+    uses = device.recording.by_layer[layer]
     begin = _begin(device, device.recording.layers[layer])
     maker = {value: i for i, use in enumerate(uses) for value in use.results} | dict.fromkeys(begin, -1)
     last = {value: i for i, use in enumerate(uses) for value in use.operands}
-    for value, made_at in maker.items():
-        # A buffer is freed one operation after its last reader.
-        if made_at <= at + 1 and last.get(value, len(uses)) >= at:
-            there.add(value)
-    return _bytes(device, there - set(uses[at].results) if device.cost(uses[at]).in_place.backward else there)
+    return [(value, made_at, last.get(value, len(uses))) for value, made_at in maker.items()]
+
+
+def _bytes_of_gradients(device: DeviceStep, use: RecordedOp, at: int, lives: Sequence[tuple[int, int, int]]) -> int:
+    """Return the bytes of the gradients that are live in the backward pass of a door: those of the values that the door
+    reads or makes, and of the values that later doors read and earlier doors make."""
+    # A buffer is freed one operation after its last reader.
+    there = {value for value, made_at, read_at in lives if made_at <= at + 1 and read_at >= at}
+    return _bytes(device, there - set(use.results) if device.cost(use).in_place.backward else there)
 
 
 def _around_workspace(device: DeviceStep, layer: int, at: int) -> int:

@@ -1,0 +1,57 @@
+"""The search over all mesh axes, of which it looks at a part."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from workload_fixtures import workload
+
+from jaxlm import config
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.plan import plan
+from jaxlm.costs.plan_order import TIE
+from jaxlm.costs.search import search, variants
+from jaxlm.parallel import layout_choice
+from jaxlm.parallel.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "batch", "sequence"),
+    [
+        ("llama3.1-8b", "h200-sxm:8", 16, 4096),
+        ("llama3.1-8b", "h100-sxm5:16", 2, 32768),  # fewer sequences than devices
+        pytest.param("llama3.1-70b", "h100-sxm5:32", 32, 8192, marks=pytest.mark.exhaustive),  # little memory
+        pytest.param("mixtral-8x7b", "h100-sxm5:32", 32, 4096, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_search_finds_the_best_of_all_meshes_and_settings(name, chips, batch, sequence):
+    """Those with stages and shared sequences too, of which it looks at some alone."""
+    target = Target.parse(chips)
+    model = config.load(name).model.model_copy(update={"num_layers": 16})
+    work = workload("train", model, batch, sequence)
+    work, best = work.on(target.chip), math.inf
+    axes = {axis for d in work.parameters.values() for axis in d.axes}
+    for layout in layout_choice.layouts(target.devices, work.rules, axes):
+        on_mesh = replace(work, layout=layout)
+        parts = layout["context"]
+        if batch % on_mesh.batch_shards or (parts > 1 and sequence % (2 * parts)):
+            continue
+        if not layout_choice.divides(layout, work.rules, config.divided_by_mesh(model)):
+            continue
+        for each in variants(on_mesh):
+            if (planned := plan(each, target)).leaves_headroom:
+                best = min(best, planned.time.expected)
+    assert math.isfinite(best)
+    assert search(work, target)[0].time.expected <= best * (1 + TIE)
+
+
+def test_it_moves_a_factor_of_one_axis_to_another():
+    found = set(layout_choice.neighbours(Layout(fsdp=6), ("pipeline", "fsdp")))
+    assert found == {Layout(pipeline=2, fsdp=3), Layout(pipeline=3, fsdp=2)}
+
+
+def test_a_run_without_stages_is_offered_none():
+    target = Target.parse("h100-sxm5:6")
+    work = workload("train", config.load("llama3.1-8b").model, 2, 8192)
+    assert max(plan.work.stages for plan in search(work, target)) > 1
+    assert all(plan.work.stages == 1 for plan in search(work, target, staged=False))

@@ -25,7 +25,7 @@ from jaxlm.parallel.layout import Layout
     ],
 )
 def test_a_search_finds_the_best_of_all_meshes_and_settings(name, chips, batch, sequence):
-    """Those with stages and shared sequences too, of which it looks at some alone."""
+    """It looks at some alone of those with stages and shared sequences."""
     target = Target.parse(chips)
     model = config.load(name).model.model_copy(update={"num_layers": 16})
     work = workload("train", model, batch, sequence)

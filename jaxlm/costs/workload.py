@@ -386,6 +386,11 @@ class Workload:
         return self.execution.pipeline_rounds if self.stages > 1 else 1
 
     @property
+    def gathers_once(self) -> bool:
+        """True if the matrices of layers are gathered once a step, before all ticks of a pipeline."""
+        return self.stages > 1 and self.execution.pipeline_gather == "step"
+
+    @property
     def ticks(self) -> Ticks:
         """The schedule of the stages."""
         return Ticks(self.stages, self.microbatches, self.rounds)

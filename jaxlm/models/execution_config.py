@@ -54,6 +54,10 @@ class ExecutionConfig(Section):
     which leaves them less idle: (S − 1) / (M R + S − 1) of S stages, M microbatches and R rounds. Stages then send R
     times as much and keep about (R + 1) / 2 times as many inputs, of shorter chunks; matrices move to their stages, and
     gradients back, once a step. More than 1 needs `training.microbatches` that `mesh.pipeline` divides."""
+    pipeline_gather: Literal["tick", "step"] = "tick"
+    """How often the matrices of layers on `mesh.pipeline` are gathered over the mesh axes that shard them where they
+    are stored: each layer's in each tick, three times, or those of all layers of a device once a step, which sends far
+    fewer bytes and keeps them whole. Gradients are reduced in each tick in both cases."""
     remat: Remat = "none"
     """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
     activations named, such as ["query", "up"]."""

@@ -31,9 +31,15 @@ def rules_around() -> Rules:
 
 
 def partition(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, rules: Rules | None = None
+    axes: Sequence[str | None],
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
+    rules: Rules | None = None,
+    *,
+    computing: bool = False,
 ) -> PartitionSpec:
-    """Return the PartitionSpec of an array whose dimensions have these logical axes, under these rules or those around.
+    """Return the PartitionSpec of an array whose dimensions have these logical axes, under these rules or those around:
+    of a parameter as it is stored, or while a layer is `computing` with it.
 
     Raises ValueError where a mesh axis does not divide a dimension that has no right to stay whole.
     """
@@ -45,7 +51,9 @@ def partition(
         several = tuple(axis for axis in over if sizes[axis] > 1)
         return None if not several else several[0] if len(several) == 1 else several
 
-    return PartitionSpec(*map(entry, (rules or rules_around()).placed(axes, shape, sizes, exact=True)))
+    return PartitionSpec(
+        *map(entry, (rules or rules_around()).placed(axes, shape, sizes, computing=computing, exact=True))
+    )
 
 
 def named_sharding(
@@ -80,15 +88,15 @@ def mesh_around() -> AbstractMesh:
     return mesh
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin the sharding of an array by its logical axes, under the mesh and rules around.
+def constrain(x: jax.Array, *axes: str | None, computing: bool = False) -> jax.Array:
+    """Pin the sharding of an array by its logical axes, under the mesh and rules around; `computing` as in `partition`.
 
     Returns x where there is no mesh.
     """
     mesh = mesh_around()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, rules_around()))
+    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, rules_around(), computing=computing))
 
 
 def by_shards(x: jax.Array, *axes: str) -> jax.Array:

@@ -61,9 +61,10 @@ class Totals(NamedTuple):
     leave: Tree
 
 
-def pinned(tree: Tree, axes: Tree, *before: None) -> Tree:
-    """Return a tree of arrays with these logical axes, and others before them, where they lie."""
-    return jax.tree.map(lambda x, axes: constrain(x, *before, *axes), tree, axes)
+def pinned(tree: Tree, axes: Tree, *before: None, computing: bool = False) -> Tree:
+    """Return a tree of arrays with these logical axes, and others before them, where they lie, or as layers compute
+    with them: whole over the mesh axes that shard them in storage alone."""
+    return jax.tree.map(lambda x, axes: constrain(x, *before, *axes, computing=computing), tree, axes)
 
 
 def gradients(

@@ -1,5 +1,6 @@
 """The gradients of a step whose layers lie on the stages of a pipeline."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +22,9 @@ from jaxlm.models.positions import LayerRows, packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.transformer import Transformer
 from jaxlm.models.tree import Tree
-from jaxlm.parallel import pipeline, slots
+from jaxlm.parallel import pipeline
 from jaxlm.parallel.partition import constrain
+from jaxlm.parallel.slots import as_stored, in_slots
 from jaxlm.training.objectives import Batch, Objective
 
 
@@ -55,7 +57,7 @@ class StagedModel:
         totals, (of_outer, of_stack) = pipeline.gradients(model, outer, stack, rows, count, RESIDUAL, axes)
         by_layer = jax.tree.map(lambda x: x[:layers], totals.by_slot)
         terms = _together(totals.enter, totals.stage._replace(counts=by_layer), totals.leave)
-        return terms, self._whole(of_outer, slots.as_stored(of_stack, axes[1], layers))
+        return terms, self._whole(of_outer, as_stored(of_stack, axes[1], layers))
 
     def sums(self, parameters: Tree, base: Tree, microbatches: Batch) -> Auxiliary:
         """Return the terms of the objective alone, without those of layers before the last stage's."""
@@ -66,6 +68,19 @@ class StagedModel:
     def _parts(self, parameters: Tree, base: Tree, microbatches: Batch) -> tuple[pipeline.Model, Tree, tuple]:
         """Return the model in three parts, its outer weights, and those of its stages."""
         (outer, stack), (outer_base, stack_base) = self._split(parameters), self._split(base)
+        axes, axes_of_base = (self._split(_axes(tree, self.tree)) for tree in (parameters, base))
+        rounds = self.execution.pipeline_rounds
+        slots = in_slots(stack, axes[1], rounds), in_slots(stack_base, axes_of_base[1], rounds)
+        whole, once = functools.partial(pipeline.pinned, computing=True), self.execution.pipeline_gather == "step"
+        if once:
+            slots = whole(slots[0], axes[1], None), whole(slots[1], axes_of_base[1], None)
+
+        def gathered(outer: Tree, axes: Tree) -> Tree:
+            """Return outer weights, gathered before all ticks where they are: the loss gathers its table itself."""
+            names = outer.keys() & ({"embedding", "layers"} if once else {"embedding"})
+            return outer | {name: whole(outer[name], axes[name]) for name in names}
+
+        outer, outer_base = gathered(outer, axes[0]), gathered(outer_base, axes_of_base[0])
 
         def module(outer: Tree) -> Transformer:
             return nnx.merge(self.graph, model_tree.joined(outer, outer_base, self._whole({}, stack), unused))
@@ -111,11 +126,7 @@ class StagedModel:
             y_BTD, auxiliary = whole.through_layers(y_BTD, of_layers, self.execution, after)
             return weighted(auxiliary, _tokens(batch), self.objective.sums(whole, whole.final_norm(y_BTD), batch))
 
-        stacks = stack, stack_base
-        stack_axes = (self._split(_axes(tree, self.tree))[1] for tree in (parameters, base))
-        rounds = self.execution.pipeline_rounds
-        of_stages = (slots.in_slots(*each, rounds) for each in zip(stacks, stack_axes, strict=True))
-        return pipeline.Model(enter, stage, leave), outer, tuple(of_stages)
+        return pipeline.Model(enter, stage, leave), outer, slots
 
     def _rows(self, microbatches: Batch) -> tuple[Batch, jax.Array | None, jax.Array]:
         """Return what stages read besides weights and the residual."""

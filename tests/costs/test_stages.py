@@ -94,6 +94,25 @@ def test_a_chunk_has_a_part_of_the_layers_of_a_stage():
     assert {times for scope, times in found.items() if "layers" not in scope} == {8}
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_matrices_are_gathered_in_each_tick_or_once(rounds):
+    """Three times a tick, one layer after another; or those of a stage once, which are then there in the peak."""
+    work = on_stages(rounds=rounds)
+    once = work.with_execution(pipeline_gather="step")
+
+    def gathers(work):
+        return [each for each in traffic.collectives(work) if (each.kind, each.of) == ("all-gather", "layers")]
+
+    passes = work.ticks.passes
+    (stage,) = gathers(once)
+    assert stage.times == 1 and sum(each.times * each.bytes for each in gathers(work)) == pytest.approx(
+        3 * passes / rounds * stage.bytes
+    )
+    others = [[each for each in traffic.collectives(w) if each not in gathers(w)] for w in (work, once)]
+    assert others[0] == others[1]
+    assert memory(once).parameters >= memory(work).parameters + stage.bytes / 2
+
+
 def test_memory_does_not_grow_with_the_number_of_microbatches():
     once, twice = on_stages(microbatches=8), on_stages(microbatches=16, batch=32)
     assert memory(twice) == memory(once)

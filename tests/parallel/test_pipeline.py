@@ -122,28 +122,30 @@ FAMILIES = {"llama": model_fixtures.LLAMA, "gemma": model_fixtures.GEMMA, "mixtu
 
 
 LAYOUTS = [
-    pytest.param(layout, microbatches, rounds, id=f"{layout}, {microbatches} microbatches, {rounds} rounds")
-    for layout, microbatches, rounds in (
-        (Layout(pipeline=2), 8, 2),
-        (Layout(pipeline=4), 4, 1),
-        (Layout(pipeline=2, data=2, fsdp=2), 2, 2),
-        (Layout(pipeline=2, fsdp=2, tensor=2), 4, 1),
-        (Layout(pipeline=4, tensor=2), 1, 1),
-        (Layout(pipeline=2, expert=2, context=2), 2, 3),
+    pytest.param(layout, microbatches, rounds, gather, id=f"{layout}, {microbatches}, {rounds} rounds, {gather}")
+    for layout, microbatches, rounds, gather in (
+        (Layout(pipeline=2), 8, 2, "tick"),
+        (Layout(pipeline=4), 4, 1, "tick"),
+        (Layout(pipeline=2, data=2, fsdp=2), 2, 2, "step"),
+        (Layout(pipeline=2, fsdp=2, tensor=2), 4, 1, "tick"),
+        (Layout(pipeline=4, tensor=2), 1, 1, "tick"),
+        (Layout(pipeline=2, expert=2, context=2), 2, 3, "step"),
     )
 ]
 
 
 @pytest.mark.parametrize("remat", sampled(["none", "full"], ["none"]))
-@pytest.mark.parametrize(("layout", "microbatches", "rounds"), sampled(LAYOUTS, lambda layout, *_: layout["data"] > 1))
+@pytest.mark.parametrize(
+    ("layout", "microbatches", "rounds", "gather"), sampled(LAYOUTS, lambda layout, *_: layout["data"] > 1)
+)
 @pytest.mark.parametrize("family", sampled(FAMILIES, ["llama"]))
 @pytest.mark.parametrize("layers", sampled([4, 5], ["4"]))
-def test_losses_and_gradients_are_those_of_one_device(family, layers, layout, microbatches, rounds, remat):
+def test_losses_and_gradients_are_those_of_one_device(family, layers, layout, microbatches, rounds, gather, remat):
     """Rows hold several documents; of five layers some chunks have one less, or the first is of another kind."""
     of_family = model(**FAMILIES[family], num_layers=layers)
     expected_loss, expected = model_fixtures.first_gradients(of_family, meshes.make())
     mesh = make_mesh(layout)
-    changes = {"microbatches": microbatches, "remat": remat, "pipeline_rounds": rounds}
+    changes = {"microbatches": microbatches, "remat": remat, "pipeline_rounds": rounds, "pipeline_gather": gather}
     loss, gradients = model_fixtures.first_gradients(of_family, mesh, **changes)
     model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)

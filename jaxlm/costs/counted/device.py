@@ -67,6 +67,10 @@ class DeviceStep:
             return self.work.passes
         return self.work.stage_passes if use.layer in self.of_stages else self.work.end_passes
 
+    def is_gathered_before(self, use: RecordedOp) -> bool:
+        """Return whether the matrices of a door of a layer are gathered once a step, before all ticks of a pipeline."""
+        return self.work.gathers_once and use.layer is not None and bool(self.gathered_over(use))
+
     def runs_twice(self, use: RecordedOp) -> bool:
         """Return whether the forward pass of a door runs again before its backward pass, whatever is kept of it: only
         the input of a stage is kept until then."""

@@ -145,7 +145,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     resident, sums, slices = trained(work), _sums(work, total), _slices(device)
     moved = slot_numbers(work)
     sums += 4 * (moved.in_slots - moved.stored)
-    copied = _laid_out_again(device) + itemsize * moved.in_slots
+    copied = _laid_out_again(device) + itemsize * moved.in_slots + _gathered_before(device)
     resident = resident._replace(parameters=resident.parameters + copied)
     saved = layer_memory.kept(representative) if through else 0
     saved += kept_bytes(work)
@@ -153,7 +153,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
 
     for layer in layers:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
-        gathered = _gathered(device, recording.by_layer[layer])
+        gathered = _gathered(device, recording.by_layer[layer], here=True)
         yield Memory(parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
     use, loss = _loss(device)
     around, tables = saved, 0
@@ -167,7 +167,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     yield Memory(parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
     for layer in layers if through else ():
         uses, backward = recording.by_layer[layer], layer_memory.backward(representative, layer)
-        gathered = _gathered(device, _of_module(device, uses, backward.at))
+        gathered = _gathered(device, _of_module(device, uses, backward.at), here=True)
         # The gradients of the last matrices wait to be summed.
         last = [use for use in _last(device, uses) if recording.parameter(use) in gradients]
         waits = sums + tables + _gathered(device, last)
@@ -194,13 +194,13 @@ def _slices(device: DeviceStep) -> int:
     gathering, or behind the barrier of what runs again.
     """
     work, numbers = device.work, _numbers(device.work)
+    chunk = (_gathered_before(device) or numbers.stacked * work.itemsize) // work.rounds
     if work.execution.in_loop:
-        chunk = numbers.stacked // work.rounds if work.rounds > 1 else 0
-        return (numbers.sliced + chunk) * work.itemsize
+        return numbers.sliced * work.itemsize + (chunk if work.rounds > 1 else 0)
     gathers = any(device.gathered_over(use) for use in device.recording.uses if use.layer is not None)
     if work.platform != "tpu" and not work.accumulates and work.remat == "none" and not gathers:
         return 0
-    return numbers.stacked // work.rounds * work.itemsize
+    return chunk
 
 
 def _laid_out_again(device: DeviceStep) -> int:
@@ -208,14 +208,15 @@ def _laid_out_again(device: DeviceStep) -> int:
 
     The dimension that is gathered comes first there. A parameter that has it elsewhere, as products that end in the
     residual and tables [V, D] do, is copied as a whole before a loop over layers or microbatches.
-    Matrices that stages send one another before are written so at once.
+    Matrices that stages send one another, or gather, before are written so at once.
     """
     work, recording = device.work, device.recording
     if work.platform == "tpu":
         return 0
     paths = set()
     for use in recording.uses:
-        if use.layer in device.of_stages and work.stage_layers.exchanges:
+        is_moved = use.layer in device.of_stages and work.stage_layers.exchanges
+        if is_moved or device.is_gathered_before(use):
             continue
         is_in_loop = work.accumulates or (use.layer is not None and work.execution.in_loop)
         if (over := device.gathered_over(use)) and is_in_loop:
@@ -257,9 +258,19 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     yield Memory(weights, 0, 0, 0, results + drawing.workspace(work), kv_cache(work), slots)
 
 
-def _gathered(device: DeviceStep, uses: Iterable[RecordedOp]) -> int:
-    """Return the bytes of the gathered parameters of these doors."""
+def _gathered(device: DeviceStep, uses: Iterable[RecordedOp], *, here: bool = False) -> int:
+    """Return the bytes of the gathered parameters of these doors; `here`: of those that are gathered where they are
+    read."""
+    uses = (use for use in uses if not (here and device.is_gathered_before(use)))
     return sum(device.weight_bytes(use) for use in uses if device.gathered_over(use))
+
+
+def _gathered_before(device: DeviceStep) -> int:
+    """Return the bytes of the matrices of layers, of all chunks of a stage, that are gathered before all ticks of a
+    pipeline."""
+    uses = list(filter(device.is_gathered_before, device.recording.uses))
+    chunks = {use.layer: device.work.rounds if use.layer in device.of_stages else 1 for use in uses}
+    return sum(chunks[use.layer] * use.times * device.weight_bytes(use) for use in uses)
 
 
 def _of_module(device: DeviceStep, uses: Sequence[RecordedOp], at: int) -> list[RecordedOp]:

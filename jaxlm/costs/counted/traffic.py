@@ -54,9 +54,9 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     """Yield the gathering of parameters and the sums of their gradients in each microbatch.
 
     Over the axes that shard parameters in storage alone (`fsdp`), a layer's matrices are gathered together for the
-    layer's forward pass, and again for its backward pass. Gradients of matrices are reduce-scattered over those of
-    these axes that shard the batch. Over an axis that shards the batch and other parameters, but not this one, a
-    gradient is all-reduced, as the gradients of vectors are.
+    layer's forward pass, and again for its backward pass; those of stages once before all ticks, if so asked. Gradients
+    of matrices are reduce-scattered over those of these axes that shard the batch. Over an axis that shards the batch
+    and other parameters, but not this one, a gradient is all-reduced, as the gradients of vectors are.
 
     An unembedding table is gathered once for both passes, since they follow each other; the gradient of a table is
     summed for each use of the table. An embedding table is the same for all microbatches: XLA gathers it
@@ -99,10 +99,15 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             part = _first_read(device, products) if work.execution.in_loop else 0.0
             waits = first + part * (times - first)
             again = device.runs_twice(products[0])
-            yield Collective(
-                "all-gather", axes, times * (1 + again), gathered, "layers", "forward", waits * (1 + again)
-            )
-            yield Collective("all-gather", axes, times * backward, gathered, "layers", "backward", part * times)
+            if device.is_gathered_before(products[0]):
+                chunks = work.rounds if layer in device.of_stages else 1
+                size = chunks * products[0].times * gathered
+                yield Collective("all-gather", axes, 1, size, "layers", "forward", 1)
+            else:
+                yield Collective(
+                    "all-gather", axes, times * (1 + again), gathered, "layers", "forward", waits * (1 + again)
+                )
+                yield Collective("all-gather", axes, times * backward, gathered, "layers", "backward", part * times)
             yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers", "backward", waits, True)
     # Gradients of vectors are accumulated in float32.
     # Bytes, and how often; layers of several kinds may share a stack.

@@ -34,8 +34,11 @@ def why_of_none(model: ModelConfig, tried: Iterable[tuple[Family, ModelConfig | 
 
 def computed(block: BlockConfig) -> dict[str, Any]:
     """Return the keys of a block that inference reads."""
-    parts = {name: part.training_keys for name, part in block if isinstance(part, LayerConfig)}
-    return block.model_dump(exclude={name: set(keys) for name, keys in parts.items() if keys})
+    parts: dict[str, Any] = {name: part.training_keys for name, part in block if isinstance(part, LayerConfig)}
+    unread: dict[str, Any] = {name: set(keys) for name, keys in parts.items() if keys}
+    if block.attention.rotated is None and block.position.kind != "learned":
+        unread["position"] = True  # nothing rotates
+    return block.model_dump(exclude=unread)
 
 
 def _differences(model: ModelConfig, family: Family, outcome: ModelConfig | str) -> tuple[list[Change], str]:

@@ -9,7 +9,16 @@ from pydantic import ValidationError
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import first_line
 from jaxlm.core.schema import merged
-from jaxlm.families import inert, latent_keys, mixer_kinds, quantized, rope_keys, sparse_layers, value_types
+from jaxlm.families import (
+    inert,
+    latent_keys,
+    mixer_kinds,
+    quantized,
+    rope_keys,
+    sparse_layers,
+    state_space_keys,
+    value_types,
+)
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
@@ -341,6 +350,8 @@ _COMPOSITES = {
     "head norms": _HeadNorms(),
     "rotary dim": _RotaryDim(),
     "attention in every layer": _AttentionAlone(),
+    "state space heads": state_space_keys.StateSpaceHeads(),
+    "time limits": state_space_keys.TimeLimits(),
     "gated delta layers": mixer_kinds.GATED_DELTA_LAYERS,
     "sparse layers": sparse_layers.SparseLayers(),
     "layers after dense ones": sparse_layers.LayersAfterDenseOnes(),

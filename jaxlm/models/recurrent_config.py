@@ -8,6 +8,7 @@ from jaxlm.core.schema import Count, InWords, NonNegative
 from jaxlm.models.layer_config import AttentionConfig
 
 Taps = Annotated[int, Field(ge=2)]
+NonNegativeOrInfinite = Annotated[float, Field(ge=0.0, allow_inf_nan=True)]
 
 
 class GatedDeltaConfig(AttentionConfig):
@@ -93,8 +94,8 @@ class Mamba2Config(AttentionConfig):
     """Add biases to all products but that of the times, which has one always."""
     convolution_bias: bool = True
     """Add a bias to the convolution."""
-    time_limits: Annotated[tuple[NonNegative, NonNegative] | None, InWords(default="none")] = None
-    """The least and the greatest time step, after its softplus."""
+    time_limits: Annotated[tuple[NonNegative, NonNegativeOrInfinite] | None, InWords(default="none")] = None
+    """The least and the greatest time step, after its softplus; the greatest may be `inf`."""
     gate: Literal["before_norm", "after_norm"] = "before_norm"
     """The place of the gate: norm(y ⊙ silu(gate)), or norm(y) ⊙ silu(gate). The norm is of each group."""
 

@@ -19,7 +19,7 @@ VARIANTS = ("loud", "quiet")
 STATE = ("e_score_correction_bias", "expert_bias")  # which no gradient moves
 # Norms that multiply by their scale whatever the others of the model do.
 PLAIN_NORMS = ("linear_attn.norm.weight",)
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
+EMBEDDINGS = ("embed_tokens", "embed_in", "embeddings", "wte", "wpe")
 
 
 def normals(key: str, shape: tuple[int, ...]) -> np.ndarray:

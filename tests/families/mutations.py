@@ -26,6 +26,7 @@ _OTHERS = {
     "feed_forward.router.scores": {"softmax": "sigmoid", "sigmoid": "softmax", "softmax_of_chosen": "sigmoid"},
     "feed_forward.router.groups.score": {"top2_sum": "max", "max": "top2_sum"},
     "feed_forward.shared.gate": {"sigmoid": "none", "none": "sigmoid"},
+    "attention.gate": {"before_norm": "after_norm", "after_norm": "before_norm"},
     "norm_placement": {"before": "both", "after": "before", "both": "before"},
     "residual": {"sequential": "parallel", "parallel": "sequential", "parallel_shared_norm": "sequential"},
 }
@@ -42,6 +43,8 @@ def mutations(model: ModelConfig) -> dict[str, ModelConfig]:
             without = {name: value for name, value in entry.items() if name != key}
             pattern = [without if j == i else each for j, each in enumerate(values["pattern"])]
             found[f"pattern[{i}].{key}"] = {**values, "pattern": pattern}
+    if not any(layer.attention.rotated for layer in model.layers):
+        found = {key: changed for key, changed in found.items() if not key.startswith("position.")}
     models = {}
     for key, changed in found.items():
         try:
@@ -62,6 +65,8 @@ def _changes(table: dict[str, Any], whole: dict[str, Any], prefix: str) -> Itera
             yield from _changes(value, whole, f"{key}.")
         elif key in _OTHERS:
             yield key, _with(whole, key, _OTHERS[key][value])
+        elif isinstance(value, tuple):  # limits
+            yield key, _with(whole, key, None)
         elif isinstance(value, bool):
             if not value and (name.endswith("bias") or key == "norm.scale"):
                 continue  # no file has one, and as it is initialised it changes nothing

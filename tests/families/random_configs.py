@@ -302,6 +302,22 @@ def _gated_delta(r: random.Random, base: Settings) -> Settings:
     return base | sizes | {"layer_types": types, "linear_num_value_heads": 6}
 
 
+def _mamba2(r: random.Random) -> Settings:
+    heads, width = r.choice((2, 4, 6)), r.choice((8, 12))
+    base = _decoder(r, hidden_size=heads * width // 2)
+    same = "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings", "bos_token_id", "eos_token_id"
+    return {key: base[key] for key in (*same, "pad_token_id")} | {
+        "num_heads": heads,
+        "head_dim": width,
+        "n_groups": r.choice((1, 2)),
+        "state_size": r.choice((10, 14)),
+        "conv_kernel": r.choice((2, 3, 4)),
+        "layer_norm_epsilon": base["rms_norm_eps"],
+        "time_step_limit": r.choice(((0.0, math.inf), (0.2, math.inf), (0.0, 2.0))),
+        **_flags(r, "use_conv_bias"),
+    }
+
+
 def _minimax_m2(r: random.Random) -> Settings:
     base = _decoder(r, (0.5, 1.0), **_experts(r, "num_local_experts"))
     return {"head_dim": base["hidden_size"] // base["num_attention_heads"]} | base
@@ -370,6 +386,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "gpt_neox": _gpt_neox,
     "granite": _granite,
     "llama": _llama,
+    "mamba2": _mamba2,
     "minimax_m2": _minimax_m2,
     "ministral": _ministral,
     "mistral": _mistral,

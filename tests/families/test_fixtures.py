@@ -22,6 +22,9 @@ SAME_WIDTH = {
     "qwen2_moe",
 }  # the heads fill the residual stream by definition
 
+# The heads, channels of a head, groups and channels of a state of Mamba-2.
+STATE_SPACES = {"mamba2": ("num_heads", "head_dim", "n_groups", "state_size")}
+
 each_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
 
@@ -125,12 +128,20 @@ def test_all_dimensions_differ(name):
     fixture, _ = loud.read(name)
     config = fixture["config"]
     width = config.get("hidden_size") or config["n_embd"]
+    length, layers = len(fixture["sequences"][0]), config.get("num_hidden_layers") or config["n_layer"]
+    of_state_space = [config[key] for key in STATE_SPACES.get(config["model_type"], ())]
+    if of_state_space:
+        heads, head, groups, state = of_state_space
+        of_state_space += [heads * head, groups * state]
+    if config["model_type"] == "mamba2":
+        sizes = [width, config["vocab_size"], length, layers, *of_state_space]
+        assert len(set(sizes)) == len(sizes) and groups < heads
+        return
     heads = config.get("num_attention_heads") or config["n_head"]
     kv_heads = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or width // heads
     inner = config.get("intermediate_size") or config["n_inner"]
-    length, layers = len(fixture["sequences"][0]), config.get("num_hidden_layers") or config["n_layer"]
-    sizes = [width, inner, config["vocab_size"], length, head]
+    sizes = [width, inner, config["vocab_size"], length, head, *of_state_space]
     if (latent := config.get("kv_lora_rank")) is not None:
         nope, value, kv_heads = config["qk_nope_head_dim"], config["v_head_dim"], 0
         head = nope + config["qk_rope_head_dim"]

@@ -40,6 +40,7 @@ NEOX = {
 SIZES = {
     "": NEOX | {"num_key_value_heads": 2},
     "gpt_neox": NEOX,
+    "mamba2": {"vocab_size": 97, "hidden_size": 48, "num_heads": 6, "head_dim": 16, "n_groups": 2},
     "gpt2": {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64},
 }
 CASES = [pytest.param(name, seed, id=f"{name}-{seed}") for name in families() for seed in range(DRAWS)]

@@ -94,7 +94,7 @@ def longrope(short: list[float], long: list[float], **settings) -> dict:
 # transformers gives the masks of these no positions: tokens see the documents before their own.
 MIXES_DOCUMENTS = {"gpt_oss"}
 # Whose recurrent layers read the documents before their own, there too: its chunks know of no beginnings.
-RECURRENT = {"qwen3_next"}
+RECURRENT = {"qwen3_next", "mamba2"}
 
 # Fixture -> (model_type, settings). One period of the layers and a remainder.
 FAMILIES = {
@@ -342,13 +342,32 @@ FAMILIES = {
             mlp_only_layers=[1],
         ),
     ),
+    "mamba2": (
+        "mamba2",
+        {
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "num_heads": 6,
+            "head_dim": 16,
+            "n_groups": 2,
+            "state_size": 14,
+            "conv_kernel": 5,
+            "layer_norm_epsilon": 2e-5,
+            "time_step_limit": [0.3, 1.5],
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
 }
 # Embeddings are smaller where the family multiplies them, and where tied ones would make each token predict itself.
 WEIGHTS = {
     **{name: {"norm_center": 0.0, "embedding_std": 0.07} for name in ("gemma", "gemma2", "gemma3")},
     "qwen3_next": {"norm_center": 0.0},
-    **{name: {"embedding_std": 0.5} for name in ("gpt2", "llama3_2", "qwen3", "starcoder2")},
+    **{name: {"embedding_std": 0.5} for name in ("gpt2", "llama3_2", "mamba2", "qwen3", "starcoder2")},
     "granite": {"embedding_std": 0.1},
 }
 # What published files of transformers 4 say otherwise; None: nothing.

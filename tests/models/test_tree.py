@@ -63,6 +63,8 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "mamba2-2.7b": 2_702_599_680,
+    "codestral-mamba-7b": 7_285_403_648,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
@@ -287,6 +289,21 @@ GOLDEN_AXES |= {
     "qwen3-next": stacked(WITHOUT | DELTA, "delta")
     | stacked(NEXT | {"layers/attention/gate": "layers embed heads head_dim"}, "full"),
 }
+MAMBA = {
+    **dict.fromkeys(("layers/attention/query", "layers/attention/key"), "layers embed kv_heads head_dim"),
+    **dict.fromkeys(("layers/attention/value", "layers/attention/gate"), "layers embed heads head_dim"),
+    "layers/attention/time": "layers embed heads",
+    **dict.fromkeys(("layers/attention/query_taps", "layers/attention/key_taps"), "layers taps kv_heads head_dim"),
+    "layers/attention/value_taps": "layers taps heads head_dim",
+    **dict.fromkeys(("layers/attention/query_taps_bias", "layers/attention/key_taps_bias"), "layers kv_heads head_dim"),
+    "layers/attention/value_taps_bias": "layers heads head_dim",
+    **dict.fromkeys(("layers/attention/log_rate", "layers/attention/time_bias"), "layers heads"),
+    "layers/attention/skip": "layers heads",
+    "layers/attention/output_norm/scale": "layers heads head_dim",
+    "layers/attention/output": "layers heads head_dim embed",
+}
+ALONE = {"embedding": "vocab embed", "final_norm/scale": "channels", "layers/attention_norm/scale": "layers channels"}
+GOLDEN_AXES |= {"mamba2": ALONE | MAMBA, "codestral": ALONE | MAMBA | {"unembedding": "embed vocab"}}
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}
 

@@ -110,7 +110,7 @@ def test_matrices_are_gathered_in_each_tick_or_once(rounds):
     )
     others = [[each for each in traffic.collectives(w) if each not in gathers(w)] for w in (work, once)]
     assert others[0] == others[1]
-    assert memory(once).parameters >= memory(work).parameters + stage.bytes / 2
+    assert memory(once).parameters > memory(work).parameters
 
 
 def test_memory_does_not_grow_with_the_number_of_microbatches():

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import merged
-from jaxlm.families.rule import TensorRule, matching
+from jaxlm.families.rule import TensorRule, matching, named_kinds
 
 _FILES = resources.files("jaxlm.families") / "tables"
 _REFUSED = resources.files("jaxlm.families") / "refused.toml"
@@ -80,14 +80,16 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return all families by their `model_type`, the plainest first: Llama, then by the number of
-    files that a family builds on."""
+    """Return all families by their `model_type`, the plainest first: Llama, then those with one kind of attention, by
+    the number of files that a family builds on."""
     names = sorted(file.name.removesuffix(".toml") for file in _FILES.iterdir() if file.name.endswith(".toml"))
     found = [_family(name) for name in names if "model_type" in _read(name)]
-    return {
-        family.name: family
-        for family in sorted(found, key=lambda family: (family.name != "llama", family.bases, family.name))
-    }
+    return {family.name: family for family in sorted(found, key=_parts)}
+
+
+def _parts(family: Family) -> tuple[bool, int, int, str]:
+    """Return what orders families."""
+    return family.name != "llama", len(named_kinds(family.rules)), family.bases, family.name
 
 
 def named(model_type: Any, where: str) -> Family:

@@ -10,7 +10,7 @@ from jaxlm.families.family import Family
 from jaxlm.families.layer_patterns import LAYERS
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.layer_config import AttentionConfig
-from jaxlm.models.recurrent_config import GatedDeltaConfig
+from jaxlm.models.recurrent_config import GatedDeltaConfig, ShortConvolutionConfig
 
 _TYPES = "layer_types"
 _ATTENTION = ("full_attention", "attention")  # the first is written
@@ -141,4 +141,13 @@ GATED_DELTA_LAYERS = RecurrentLayers(
     types=("linear_attention",),
     name="delta",
     older=AttentionInterval(4),
+)
+
+# LFM2.
+SHORT_CONVOLUTION_LAYERS = RecurrentLayers(
+    ShortConvolutionConfig,
+    {"conv_L_cache": "taps", "conv_bias": "bias"},
+    types=("conv",),
+    name="convolution",
+    older=AttentionIndices(),
 )

@@ -4,7 +4,9 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from jaxlm.core.schema import kind_of
 from jaxlm.families.pattern import Pattern
+from jaxlm.models.config import ATTENTIONS
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,17 @@ class TensorRule:
             return False
         ranks = [rule.pattern and rule.pattern.rank for rule in (self, other)]
         return "{e}" in other.name or ranks[0] == ranks[1]
+
+
+def part_of(path: str) -> str | None:
+    """Return the part of a layer that a path names; None for an array of no layer."""
+    stack, _, rest = path.partition("/")
+    return rest.partition("/")[0] if stack == "layers" else None
+
+
+def named_kinds(rules: Iterable[TensorRule]) -> set[str]:
+    """Return the kinds of attention that paths name in place of `attention`."""
+    return {part_of(path) for rule in rules for path in rule.paths} & {kind_of(section) for section in ATTENTIONS}
 
 
 def matching(names: Iterable[str], patterns: Collection[str]) -> list[str]:

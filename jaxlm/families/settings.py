@@ -272,6 +272,24 @@ class _InnerWidth:
         return {}
 
 
+class _AdjustedWidth:
+    """LFM2 gives d_ff, or a number of which it is two thirds, times a number, up to a multiple."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        keys = "intermediate_size", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"
+        width, adjusts, multiplier, multiple = (entries.pop(key) for key in keys)
+        if adjusts:
+            if type(multiple) is not int or multiple < 1:
+                raise InputError(f"{where}: block_multiple_of = {multiple!r}; it must be a whole number above 0")
+            width = int(2 * width / 3)
+            if multiplier is not None:
+                width = -(-int(multiplier * width) // multiple) * multiple
+        return {"feed_forward": {"d_ff": width}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {"intermediate_size": model.feed_forward.d_ff, "block_auto_adjust_ff_dim": False}
+
+
 class _LogitsScaling:
     """Granite divides logits."""
 
@@ -353,8 +371,12 @@ _COMPOSITES = {
     "state space heads": state_space_keys.StateSpaceHeads(),
     "time limits": state_space_keys.TimeLimits(),
     "gated delta layers": mixer_kinds.GATED_DELTA_LAYERS,
+    "short convolution layers": mixer_kinds.SHORT_CONVOLUTION_LAYERS,
+    "adjusted width": _AdjustedWidth(),
     "sparse layers": sparse_layers.SparseLayers(),
-    "layers after dense ones": sparse_layers.LayersAfterDenseOnes(),
+    "layers after dense ones": sparse_layers.LayersAfterDenseOnes("first_k_dense_replace"),
+    "layers after num_dense_layers": sparse_layers.LayersAfterDenseOnes("num_dense_layers"),
+    "expert bias": sparse_layers.SelectionBias(),
     "listed dense layers": sparse_layers.ListedDenseLayers(),
     "groups by their best expert": sparse_layers.GroupsByBestExpert(),
     "latent heads": latent_keys.LatentHeads(),
@@ -362,4 +384,5 @@ _COMPOSITES = {
     "expert groups": sparse_layers.ExpertGroups(),
     "shared experts": sparse_layers.SharedExperts(),
     "normalised weights + 1e-20": sparse_layers.NormalisedWeights(1e-20),
+    "normalised weights + 1e-6": sparse_layers.NormalisedWeights(1e-6),
 }

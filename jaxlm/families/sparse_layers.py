@@ -34,22 +34,25 @@ class SparseLayers:
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense, **dense_width(model)}
 
 
+@dataclass(frozen=True)
 class LayersAfterDenseOnes:
-    """DeepSeek's first `first_k_dense_replace` layers are dense, and the others have experts."""
+    """The first layers, whose number DeepSeek and LFM2 have under a key, are dense, and the others have experts."""
+
+    key: str
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        first, layers = entries.pop("first_k_dense_replace"), values["num_layers"]
+        first, layers = entries.pop(self.key), values["num_layers"]
         if not isinstance(first, int) or first < 0:
-            raise InputError(f"{where}: first_k_dense_replace = {first!r}; it must be a whole number from 0 up")
+            raise InputError(f"{where}: {self.key} = {first!r}; it must be a whole number from 0 up")
         if first >= layers:
-            raise InputError(f"{where}: first_k_dense_replace = {first} leaves no layer of {layers} with experts")
+            raise InputError(f"{where}: {self.key} = {first} leaves no layer of {layers} with experts")
         return dense_among([layer >= first for layer in range(layers)], entries.pop("intermediate_size"))
 
     def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
         dense = dense_layers(model)
         if dense != list(range(len(dense))):
             raise InputError(f"{family.name} has dense layers before those with experts alone")
-        return {"first_k_dense_replace": len(dense), **dense_width(model)}
+        return {self.key: len(dense), **dense_width(model)}
 
 
 class ListedDenseLayers:
@@ -71,6 +74,18 @@ class ListedDenseLayers:
         dense = dense_layers(model)
         types = ["dense" if layer in dense else "sparse" for layer in range(model.num_layers)]
         return {"mlp_layer_types": types, **dense_width(model)}
+
+
+class SelectionBias:
+    """LFM2 may choose experts without a bias."""
+
+    def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if not entries.pop("use_expert_bias"):
+            return {}
+        return {"feed_forward": {"router": {"selection_bias": True}, "balance": {"bias_rate": 0.0}}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {"use_expert_bias": model.feed_forward.router.selection_bias}
 
 
 class GroupsByBestExpert:

@@ -14,14 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.schema import kind_of
 from jaxlm.families.kept_matrix import KeptMatrices, KeptMatrix
 from jaxlm.families.pattern import Pattern
 from jaxlm.families.quantized.scaled import ScaledTensor
-from jaxlm.families.rule import TensorRule
+from jaxlm.families.rule import TensorRule, named_kinds, part_of
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models import tree as model_tree
-from jaxlm.models.config import ATTENTIONS, ModelConfig
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.quantizing import Quantizer
 from jaxlm.models.tree import Dimensions, Tree
@@ -90,16 +89,13 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Tensor
     declared = model_tree.paths(model_tree.dimensions(abstract))
     stacks = _stacks(graph, abstract)
     bindings: dict[str, TensorBinding] = {}
-    kinds = {kind for rule in rules for path in rule.paths if (kind := _mixer(path)) in map(kind_of, ATTENTIONS)}
+    kinds = named_kinds(rules)
     for rule in rules:
         for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, ()))]:
             attention = model.layers[layer].attention
             mixer = attention.kind if attention.kind in kinds else _MIXER
-            paths = [
-                path.replace(f"/{mixer}/", f"/{_MIXER}/", 1) if _mixer(path) == mixer else path
-                for path in rule.paths
-                if _mixer(path) not in {_MIXER, *kinds} - {mixer}
-            ]
+            others = {_MIXER, *kinds} - {mixer}
+            paths = [path.replace(f"/{mixer}/", f"/{_MIXER}/", 1) for path in rule.paths if part_of(path) not in others]
             named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in paths]
             of = [declared[path] for name in named if (path := name.partition("[")[0]) in declared]
             if not of or not _applies(rule, of[0], len(index)):
@@ -149,11 +145,6 @@ def _place(name: str, index: tuple[int, ...], declared: Mapping[str, Dimensions]
     *shape, last = declared[path].shape[len(index) :]
     ends = {"": (None, None), "rotated": (None, rotated), "rest": (rotated, None)}[part]
     return TensorPlace(path, index, (*shape, len(range(last)[slice(*ends)])), *ends)
-
-
-def _mixer(path: str) -> str | None:
-    """Return the part of a layer that a path is of."""
-    return path.split("/")[1] if _is_stack(path) else None
 
 
 def _is_stack(path: str) -> bool:

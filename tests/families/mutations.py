@@ -43,6 +43,10 @@ def mutations(model: ModelConfig) -> dict[str, ModelConfig]:
             without = {name: value for name, value in entry.items() if name != key}
             pattern = [without if j == i else each for j, each in enumerate(values["pattern"])]
             found[f"pattern[{i}].{key}"] = {**values, "pattern": pattern}
+            for name in (name for name, value in _table(entry[key]).items() if value is True):
+                changed = {**entry, key: {**entry[key], name: False}}
+                pattern = [changed if j == i else each for j, each in enumerate(values["pattern"])]
+                found[f"pattern[{i}].{key}.{name}"] = {**values, "pattern": pattern}
     if not any(layer.attention.rotated for layer in model.layers):
         found = {key: changed for key, changed in found.items() if not key.startswith("position.")}
     models = {}
@@ -52,6 +56,11 @@ def mutations(model: ModelConfig) -> dict[str, ModelConfig]:
         except ValidationError:
             continue  # no model has this value beside the others
     return models
+
+
+def _table(value: Any) -> dict[str, Any]:
+    """Return a table, or an empty one for another value."""
+    return value if isinstance(value, dict) else {}
 
 
 def _changes(table: dict[str, Any], whole: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

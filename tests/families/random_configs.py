@@ -287,6 +287,27 @@ def _qwen2_moe(r: random.Random) -> Settings:
     return _without(base, ["head_dim"]) | {"shared_expert_intermediate_size": r.choice((24, 44))}
 
 
+def _lfm2(r: random.Random) -> Settings:
+    width = {"block_multiple_of": r.choice((8, 12)), "block_ffn_dim_multiplier": r.choice((1.0, 1.3))}
+    return _convolutions(r, _decoder(r)) | width | _flags(r, "block_auto_adjust_ff_dim")
+
+
+def _lfm2_moe(r: random.Random) -> Settings:
+    base = _convolutions(r, _decoder(r, **_experts(r, "num_experts", "moe_intermediate_size")))
+    own = {
+        "num_dense_layers": r.randint(0, base["num_hidden_layers"] - 1),
+        "routed_scaling_factor": r.choice((1.0, 2.5)),
+    }
+    return base | own | _flags(r, "norm_topk_prob", "use_expert_bias")
+
+
+def _convolutions(r: random.Random, base: Settings) -> Settings:
+    """Return settings with short convolutions in some layers."""
+    types = [r.choice(("conv", "full_attention")) for _ in range(base["num_hidden_layers"])]
+    own = {"norm_eps": base["rms_norm_eps"], "conv_L_cache": r.choice((2, 3, 4)), "layer_types": types}
+    return _without(base, ["rms_norm_eps"]) | own | _flags(r, "conv_bias")
+
+
 def _qwen3_next(r: random.Random) -> Settings:
     base = _decoder(r, (0.25, 0.5), **_experts(r, "num_experts", "moe_intermediate_size"))
     dense = [layer for layer in range(base["num_hidden_layers"] - 1) if r.random() < 0.3]
@@ -385,6 +406,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "granite": _granite,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "llama": _llama,
     "mamba2": _mamba2,
     "minimax_m2": _minimax_m2,
@@ -400,6 +423,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": lambda r: _qwen(r) | _flags(r, "attention_bias"),
     "qwen3_moe": lambda r: _qwen_moe(r, False, "attention_bias"),
+    "qwen3_5_moe_text": lambda r: _without(_qwen3_next(r), ["mlp_only_layers", "norm_topk_prob"]),
+    "qwen3_5_text": lambda r: _gated_delta(r, _decoder(r, (0.25, 0.5))),
     "qwen3_next": _qwen3_next,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,

@@ -107,7 +107,9 @@ def test_the_old_spelling_says_the_same(name):
     # Nothing but spelling differs, except a window that is not used and an activation that is not what it says.
     changed = {key for key in config.keys() & old.keys() if config[key] != old[key]}
     assert changed <= {"transformers_version", "sliding_window_pattern"} | (
-        {"gemma": {"hidden_act"}, "qwen2": {"sliding_window", "max_window_layers"}}.get(name, set())
+        {"gemma": {"hidden_act"}, "lfm2": {"full_attn_idxs"}, "qwen2": {"sliding_window", "max_window_layers"}}.get(
+            name, set()
+        )
     )
 
 
@@ -159,6 +161,7 @@ def test_all_dimensions_differ(name):
     assert name in SAME_WIDTH or (kv_heads < heads and heads * head != width)
     assert layers not in sizes
     squares = [key for key, shape in fixture["tensors"].items() if len(shape) == 2 and shape[0] == shape[1]]
+    squares = [key for key in squares if not key.endswith("conv.out_proj.weight")]  # of the stream's own channels
     assert name in SAME_WIDTH or squares == []
 
 
@@ -190,21 +193,25 @@ def tensors_by_pattern(fixture):
     experts = next(
         (config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), 0
     )
-    every, first = config.get("decoder_sparse_step") or 1, config.get("first_k_dense_replace", 0)
+    every, first = (
+        config.get("decoder_sparse_step") or 1,
+        config.get("first_k_dense_replace") or config.get("num_dense_layers", 0),
+    )
     dense = [*range(first), *config.get("mlp_only_layers", [])]
     dense += [n for n, kind in enumerate(config.get("mlp_layer_types", [])) if kind == "dense"]
     sparse = [n for n in layers if experts and (n + 1) % every == 0 and n not in dense]
     kinds = Counter(config.get("layer_types", ()))
-    mixers = {".linear_attn.": kinds["linear_attention"], ".self_attn.": len(layers) - kinds["linear_attention"]}
+    recurrent = {".linear_attn.": kinds["linear_attention"], ".conv.": kinds["conv"]}
+    mixers = {**recurrent, ".self_attn.": len(layers) - sum(recurrent.values())}
     numbers = {}
     for key in (pattern(name) for name in fixture["tensors"]):
         if (mixer := next((mixer for mixer in mixers if mixer in key), None)) is not None:
             numbers[key] = mixers[mixer]
         elif ".experts.E." in key:
             numbers[key] = len(sparse) * experts
-        elif "block_sparse_moe." in key or "mlp.gate." in key or "shared_expert" in key:
+        elif re.search(r"block_sparse_moe\.|\.gate\.|shared_expert|expert_bias", key):
             numbers[key] = len(sparse)
-        elif sparse and re.search(r"mlp\.(gate|up|down)_proj", key):
+        elif sparse and re.search(r"mlp\.(gate|up|down)_proj|feed_forward\.w", key):
             numbers[key] = len(layers) - len(sparse)
         else:
             numbers[key] = len(layers) if ".L." in key else 1
@@ -216,8 +223,18 @@ def tensors_by_pattern(fixture):
 def test_names_are_the_published_ones(name):
     fixture, _ = loud.read(name)
     config = fixture["config"]
-    section = re.search(rf"^## {config['model_type']} .*\n((?:   .*\n)+)", RESEARCH.read_text(encoding="utf-8"), re.M)
+    of = {"lfm2_moe": "lfm2"}.get(config["model_type"], config["model_type"])
+    section = re.search(rf"^## {of} .*\n((?:   .*\n)+)", RESEARCH.read_text(encoding="utf-8"), re.M)
     published = {line.split()[0]: line.split("[")[1].count(",") + 1 for line in section[1].splitlines()}
+    layer = "model.layers.L"
+    if config.get("conv_bias"):
+        published |= {f"{layer}.conv.{part}.bias": 1 for part in ("conv", "in_proj", "out_proj")}
+    if of != config["model_type"]:  # as LFM2 beside its experts
+        published |= {
+            f"{layer}.feed_forward.{name}": 2
+            for name in ("gate.weight", *(f"experts.E.w{i}.weight" for i in (1, 2, 3)))
+        }
+        published |= {f"{layer}.feed_forward.expert_bias": 1, "lm_head.weight": 2}
     if config["tie_word_embeddings"]:
         published.pop("lm_head.weight", None)
     if config.get("decoder_sparse_step", 1) > 1 or config.get("mlp_only_layers"):  # some layers are dense

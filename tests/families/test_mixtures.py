@@ -27,6 +27,7 @@ from jaxlm.parallel.rules import TRAIN
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 MIXTURES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "minimax_m2", "glm4_moe", "deepseek_v3"]
+MIXTURES += ["qwen3_next", "qwen3_5_moe", "lfm2_moe"]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 GLM = {
     "model_type": "glm4_moe", "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "n_group": 1,
@@ -109,8 +110,10 @@ def exported(published, folder, dtype=None, keeps_config=True, say=lambda line: 
 
 def fused(name, weights):
     """The tensors of a fixture as `save_pretrained(save_original_format=False)` of transformers 5.24 names them."""
-    other = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"} if name in ("mixtral", "minimax_m2") else {}
-    found, block = {}, "block_sparse_moe." if other else "mlp."
+    block = {"mixtral": "block_sparse_moe.", "minimax_m2": "block_sparse_moe.", "lfm2_moe": "feed_forward."}.get(name)
+    other = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"} if block else {}
+    found, block = {}, block or "mlp."
+    now = block.replace("block_sparse_moe", "mlp")
     for key, x in weights.items():
         layer, dot, rest = key.partition(f".{block}experts.")
         if not dot:
@@ -123,8 +126,8 @@ def fused(name, weights):
 
             gate_up = np.concatenate([stack("gate_proj"), stack("up_proj")], axis=1)
             found |= {
-                f"{layer}.mlp.experts.gate_up_proj": gate_up,
-                f"{layer}.mlp.experts.down_proj": stack("down_proj"),
+                f"{layer}.{now}experts.gate_up_proj": gate_up,
+                f"{layer}.{now}experts.down_proj": stack("down_proj"),
             }
     return found
 
@@ -367,12 +370,11 @@ def test_keys_of_deepseek_that_describe_no_model_are_refused(settings, changes, 
         ("llama4_text", "experts whose weights multiply what they read, and attention in chunks"),
         ("gemma3n_text", "embeddings of their own for each layer, and keys and values that layers share"),
         ("gemma4_text", "embeddings of their own for each layer, and keys and values that layers share"),
-        ("qwen3_5_moe_text", "Gated DeltaNet"),
+        ("olmo_hybrid", "Gated DeltaNet whose β reaches 2"),
+        ("qwen4_exp_text", "embeddings of n-grams"),
         ("kimi_linear", "Kimi Delta Attention"),
-        ("lfm2", "short convolutions"),
         ("granitemoehybrid", "Mamba-2"),
         ("nemotron_h", "Mamba-2"),
-        ("mamba2", "Mamba-2"),
         ("falcon_h1", "attention and Mamba-2 in parallel"),
         ("jamba", "Mamba-1"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matrices import sampled
 from running import logits, save
-from tiny_configs import RECURRENT
+from tiny_configs import RECURRENT, without
 from workload_fixtures import workload
 
 from jaxlm import api, config
@@ -19,6 +19,7 @@ from jaxlm.costs.plan import parameter_counts
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.family import families
 from jaxlm.families.settings import config_of, model_of
+from jaxlm.models import tree
 from jaxlm.models.doors.scan import ChunkRows
 from jaxlm.parallel.rules import TRAIN
 from kernels_pallas.linear_attention import CHUNK
@@ -37,16 +38,54 @@ NEXT = DELTA | {
 }  # fmt: skip
 
 
+A3B = without(NEXT, "decoder_sparse_step", "mlp_only_layers") | {
+    "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
+A17B = A3B | {
+    "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
+    "linear_num_value_heads": 64,
+}  # fmt: skip
+LFM2 = {
+    "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288, "norm_eps": 1e-5,
+    "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_dim": 2048,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3, "conv_dim": 2048,
+    "conv_bias": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "max_position_embeddings": 128000,
+    "rope_theta": 1000000.0, "block_use_swiglu": True, "use_pos_enc": True, "tie_embedding": True,
+}  # fmt: skip
+A1B = {
+    "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "norm_eps": 1e-5,
+    "moe_intermediate_size": 1792, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2, "conv_L_cache": 3, "conv_bias": False,
+    "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0, "tie_word_embeddings": True,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    "max_position_embeddings": 128000, "rope_theta": 1000000.0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("settings", "total", "active", "state"),
-    [pytest.param(NEXT, 79_674_391_296, 3_874_929_408, 0, id="Qwen3-Next-80B-A3B")],
+    [
+        pytest.param(NEXT, 79_674_391_296, 3_874_929_408, 0, id="Qwen3-Next-80B-A3B"),
+        pytest.param(A3B, 34_660_610_688, 3_454_988_928, 0, id="Qwen3.5-35B-A3B"),
+        pytest.param(A17B, 396_346_350_336, 17_349_040_896, 0, id="Qwen3.5-397B-A17B"),
+        pytest.param(LFM2, 1_170_340_608, 1_170_340_608, 0, id="LFM2-1.2B"),
+        pytest.param(A1B, 8_339_929_856, 1_557_740_288, 704, id="LFM2-8B-A1B"),
+    ],
 )
 def test_counts_are_those_of_transformers_modules(settings, total, active, state):
-    counts = parameter_counts(workload("train", model_of(settings, "config.json"), batch=8, sequence=1024))
-    assert (counts["total"], counts["active"], counts.get("state", 0)) == (total, active, state)
+    model = model_of(settings, "config.json")
+    counts = parameter_counts(workload("train", model, batch=8, sequence=1024))
+    assert (counts["total"], counts["active"]) == (total, active)
+    declared = tree.paths(tree.dimensions(tree.abstract(model)[1]))
+    assert sum(np.prod(d.shape) for d in declared.values() if d.is_state) == state
 
 
-@pytest.mark.parametrize(("name", "settings"), [("qwen3-next-80b-a3b", NEXT)])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen3-next-80b-a3b", NEXT), ("qwen3.5-35b-a3b", A3B), ("lfm2-1.2b", LFM2), ("lfm2-8b-a1b", A1B)],
+)
 def test_configurations_here_are_the_published_ones(name, settings):
     model, here = model_of(settings, name), config.load(MODELS / f"{name}.toml").model
     family = families()[settings["model_type"]]
@@ -60,7 +99,7 @@ def kinds(settings):
 
 def test_every_spelling_of_layers_with_attention_is_read_and_both_are_written():
     types = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
-    bare = {key: value for key, value in NEXT.items() if key != "full_attention_interval"} | {"num_hidden_layers": 4}
+    bare = without(NEXT, "full_attention_interval") | {"num_hidden_layers": 4}
     every = bare | {"full_attention_interval": 2}
     listed, older = bare | {"layer_types": types}, bare | {"layer_types": ["linear_attention", "attention"] * 2}
     assert kinds(every) == kinds(listed) == kinds(older) == kinds(every | listed) == ["gated_delta", "gqa"] * 2
@@ -70,6 +109,12 @@ def test_every_spelling_of_layers_with_attention_is_read_and_both_are_written():
     irregular = ["full_attention", *types[:3]]
     written = config_of(model_of(bare | {"layer_types": irregular}, "x"), families()["qwen3_next"])
     assert written["layer_types"] == irregular and "full_attention_interval" not in written
+    convolutions = ["full_attention" if kind == "gqa" else "conv" for kind in kinds(LFM2)]
+    assert kinds(without(LFM2, "full_attn_idxs") | {"layer_types": convolutions}) == kinds(LFM2)
+    assert kinds(LFM2 | {"layer_types": convolutions}) == kinds(LFM2)
+    written = config_of(model_of(LFM2, "x"), families()["lfm2"])
+    assert (written["layer_types"], written["full_attn_idxs"]) == (convolutions, LFM2["full_attn_idxs"])
+    assert set(kinds(without(LFM2, "full_attn_idxs"))) == {"gqa"}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +127,12 @@ def test_every_spelling_of_layers_with_attention_is_read_and_both_are_written():
         (NEXT, {"layer_types": "full_attention"}, "layer_types = 'full_attention'; it must be a list of the kinds"),
         (NEXT, {"linear_num_key_heads": 5}, "num_key_heads = 5 does not divide"),
         (NEXT, {"linear_conv_kernel_dim": 1}, "taps"),
+        (LFM2, {"full_attn_idxs": [2, 16]}, "full_attn_idxs = [2, 16]; it must be a list of layers from 0 to 15"),
+        (LFM2, {"layer_types": ["conv"] * 16}, "layer_types and full_attn_idxs = [2, 5, 8, 10, 12, 14] differ; leave"),
+        (LFM2, {"block_multiple_of": 0}, "block_multiple_of = 0; it must be a whole number above 0"),
+        (LFM2, {"conv_dim": 1024}, "conv_dim = 1024 and hidden_size = 2048 are two names of one setting"),
+        (A1B, {"num_dense_layers": 24}, "num_dense_layers = 24 leaves no layer of 24 with experts"),
+        (A3B, {"attn_output_gate": False}, "attn_output_gate = False, and jaxlm has qwen3_5_moe_text with True alone"),
         (NEXT, {"attention_bias": True}, "attention_bias = True, and jaxlm has qwen3_next with False alone"),
     ],
 )

@@ -21,8 +21,8 @@ FAMILY_OF |= {"llama3.2": "llama", "qwen2.5": "qwen2", "smollm3": "smollm3"}
 FAMILY_OF |= {"ministral": "mistral", "pythia": "gpt_neox", "command": "cohere2", "afm": "arcee"}
 FAMILY_OF |= {name: name for name in ("glm4", "exaone4", "starcoder2", "nanochat")} | {"granite3.3": "granite"}
 FAMILY_OF |= {"mixtral": "mixtral", "olmoe": "olmoe"} | dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe")
-FAMILY_OF |= {"qwen3-next-80b-a3b": "qwen3_next"}
-FAMILY_OF |= {"mamba2": "mamba2", "codestral": "mamba2"}
+FAMILY_OF |= {"qwen3-next-80b-a3b": "qwen3_next", "qwen3.5-35b-a3b": "qwen3_next"}  # both have their layers
+FAMILY_OF |= {"lfm2-1.2b": "lfm2", "lfm2-8b-a1b": "lfm2_moe", "mamba2": "mamba2", "codestral": "mamba2"}
 FAMILY_OF |= {"gpt-oss-20b": "gpt_oss", "gpt-oss-120b": "gpt_oss"}
 FAMILY_OF |= {"glm-4.5-air": "glm4_moe", "minimax-m2": "minimax_m2"}
 FAMILY_OF |= {"deepseek-v2": "deepseek_v2", "deepseek-v2-lite": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
@@ -214,7 +214,7 @@ def test_the_family_of_an_export_has_what_its_class_in_transformers_asks_for():
 @pytest.mark.parametrize(
     ("base", "keys", "message"),
     [
-        ({}, {}, "config.json has model_type None; jaxlm reads llama, gpt2, gpt_neox, mamba2, arcee"),
+        ({}, {}, "config.json has model_type None; jaxlm reads llama, gpt2, gpt_neox, arcee, cohere2"),
         (LLAMA, {"model_type": "rwkv"}, "has model_type 'rwkv'"),
         (LLAMA, {"hidden_act": "relu"}, "hidden_act = 'relu', and jaxlm has llama with 'silu' alone"),
         (NEOX, {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu', and jaxlm has 'gelu' or 'gelu_python' or"),

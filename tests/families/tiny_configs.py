@@ -73,6 +73,12 @@ def gated_delta(**settings) -> dict:
     return common(num_hidden_layers=5, layer_types=types, max_position_embeddings=256, **own) | settings
 
 
+def short_convolution(**settings) -> dict:
+    """Return settings of a family with short convolutions."""
+    own = {"num_hidden_layers": 5, "conv_L_cache": 4, "norm_eps": 2e-5, "max_position_embeddings": 256}
+    return without(common(**own), "rms_norm_eps") | settings
+
+
 NEOX = without(
     common(
         hidden_size=72,
@@ -94,7 +100,7 @@ def longrope(short: list[float], long: list[float], **settings) -> dict:
 # transformers gives the masks of these no positions: tokens see the documents before their own.
 MIXES_DOCUMENTS = {"gpt_oss"}
 # Whose recurrent layers read the documents before their own, there too: its chunks know of no beginnings.
-RECURRENT = {"qwen3_next", "mamba2"}
+RECURRENT = {"lfm2", "lfm2_moe", "mamba2", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 
 # Fixture -> (model_type, settings). One period of the layers and a remainder.
 FAMILIES = {
@@ -361,13 +367,39 @@ FAMILIES = {
             "eos_token_id": 2,
         },
     ),
+    "qwen3_5": ("qwen3_5_text", gated_delta()),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        gated_delta(moe_intermediate_size=28, shared_expert_intermediate_size=36, num_experts=6, num_experts_per_tok=3),
+    ),
+    "lfm2": (
+        "lfm2",
+        short_convolution(
+            block_multiple_of=12,
+            block_ffn_dim_multiplier=1.3,
+            conv_bias=True,
+            layer_types=["conv", "full_attention"] * 2 + ["conv"],
+        ),
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        short_convolution(
+            moe_intermediate_size=28,
+            num_experts=7,
+            num_experts_per_tok=3,
+            num_dense_layers=1,
+            routed_scaling_factor=1.7,
+            tie_word_embeddings=False,
+            layer_types=["conv", "conv", "full_attention", "conv", "conv"],
+        ),
+    ),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
 }
 # Embeddings are smaller where the family multiplies them, and where tied ones would make each token predict itself.
 WEIGHTS = {
     **{name: {"norm_center": 0.0, "embedding_std": 0.07} for name in ("gemma", "gemma2", "gemma3")},
-    "qwen3_next": {"norm_center": 0.0},
-    **{name: {"embedding_std": 0.5} for name in ("gpt2", "llama3_2", "mamba2", "qwen3", "starcoder2")},
+    **{name: {"norm_center": 0.0} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    **{name: {"embedding_std": 0.5} for name in ("gpt2", "lfm2", "llama3_2", "mamba2", "qwen3", "starcoder2")},
     "granite": {"embedding_std": 0.1},
 }
 # What published files of transformers 4 say otherwise; None: nothing.
@@ -382,7 +414,11 @@ OLD = {
     "qwen3": {"layer_types": None},
     "minimax_m2": {"rotary_dim": 6},
     "qwen3_moe": {"num_local_experts": None, "num_experts": 7},
-    "qwen3_next": {"layer_types": None, "full_attention_interval": 3},
+    **{name: {"layer_types": None, "full_attention_interval": 3} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    "lfm2": {
+        **dict.fromkeys(("layer_types", "intermediate_size", "tie_word_embeddings")),
+        **{"full_attn_idxs": [1, 3], "block_ff_dim": 76, "tie_embedding": True},
+    },
     "smollm3": {"layer_types": None},
 }
 GRADIENTS = {"llama3_1", "olmo2", "gemma2", "gpt_neox", "cohere2"}  # pre, post, sandwich, two parallel, one parallel

@@ -65,6 +65,9 @@ PUBLISHED = {
     "qwen3-next-80b-a3b": 79_674_391_296,
     "mamba2-2.7b": 2_702_599_680,
     "codestral-mamba-7b": 7_285_403_648,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "lfm2-1.2b": 1_170_340_608,
+    "lfm2-8b-a1b": 8_339_929_856,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
@@ -285,7 +288,25 @@ DELTA = {
 }
 NEXT = GOLDEN_AXES["qwen3-30b"] | SHARED | {"layers/feed_forward/shared_gate": "layers embed shared_gate"}
 WITHOUT = without(NEXT, *(path for path in NEXT if path.startswith("layers/attention/")))
+CONVOLUTION = {
+    **dict.fromkeys(("layers/attention/value", "layers/attention/gate"), "layers embed feed_forward"),
+    "layers/attention/input_gate": "layers embed feed_forward",
+    "layers/attention/taps": "layers taps feed_forward",
+    "layers/attention/output": "layers feed_forward embed",
+}
+LFM2 = without(GOLDEN_AXES["qwen3-32b"], "unembedding")
+
+
+def convolved(axes):
+    """The axes of a layer with a short convolution in place of attention."""
+    return without(axes, *(path for path in axes if path.startswith("layers/attention/"))) | CONVOLUTION
+
+
 GOLDEN_AXES |= {
+    "lfm2-1.2b": stacked(convolved(LFM2), "convolution") | stacked(LFM2, "full"),
+    "lfm2-8b": stacked(convolved(LFM2), "convolution_dense")
+    | stacked(convolved(LFM2 | CHOSEN), "convolution_mixture")
+    | stacked(LFM2 | CHOSEN, "full_mixture"),
     "qwen3-next": stacked(WITHOUT | DELTA, "delta")
     | stacked(NEXT | {"layers/attention/gate": "layers embed heads head_dim"}, "full"),
 }
@@ -304,6 +325,7 @@ MAMBA = {
 }
 ALONE = {"embedding": "vocab embed", "final_norm/scale": "channels", "layers/attention_norm/scale": "layers channels"}
 GOLDEN_AXES |= {"mamba2": ALONE | MAMBA, "codestral": ALONE | MAMBA | {"unembedding": "embed vocab"}}
+GOLDEN_AXES["qwen3.5"] = GOLDEN_AXES["qwen3-next"]
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}
 

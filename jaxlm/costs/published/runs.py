@@ -198,7 +198,9 @@ def _refuse(run: MeasuredRun, rule: RunRule) -> None:
     lacks = {
         "mixture of experts": "experts" in run.dims,
         "latent attention": "attention" in run.dims,
-        "context parallelism": degrees["cp"] > 1,
+        # Megatron's ZeRO-1 shards optimizer state alone; `mesh.context` shards parameters too, as FSDP does.
+        "context parallelism with whole parameters": degrees["cp"] > 1
+        and (run.kind != "train" or "zero" in run.parallel),
         "the layout is not published": "note" in run.parallel,
         "no batch is published": run.global_batch is None and _served(run) is None,
         "replicas in one table": _served(run) is not None and degrees["dp"] > 1,
@@ -243,12 +245,13 @@ def _target(run: MeasuredRun, rule: RunRule, slices: int) -> Target:
 def _layout(run: MeasuredRun, target: Target, stack: Stack, slices: int) -> Layout:
     """Return the mesh of one stage."""
     of = run.parallel
-    of_layers, of_parameters = of.get("tp", 1), of.get("fsdp", 1)
+    of_layers, of_parameters, of_sequence = (of.get(name, 1) for name in ("tp", "fsdp", "cp"))
     devices = target.devices // stack.pipeline.stages
-    replicas, over = divmod(devices, of_layers * of_parameters)
+    replicas, over = divmod(devices, of_layers * of_parameters * of_sequence)
     if over or devices * stack.pipeline.stages != target.devices:
-        raise NotExpressed(f"tp = {of_layers} and fsdp = {of_parameters} on {devices} devices")
-    return with_shards(TRAIN, batch=replicas, embed=of_parameters, heads=of_layers)
+        along = f"tp = {of_layers}, fsdp = {of_parameters} and cp = {of_sequence}"
+        raise NotExpressed(f"{along} on {devices} devices")
+    return with_shards(TRAIN, batch=replicas, embed=of_parameters, heads=of_layers, sequence=of_sequence)
 
 
 def _microbatches(run: MeasuredRun, layout: Layout, batch: int) -> int:

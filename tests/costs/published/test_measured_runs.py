@@ -85,6 +85,10 @@ def test_sharded_replicas_are_data_times_fsdp():
     assert hsdp.target.chip.scale_out_bytes_per_s == 6.25e9
 
 
+def test_context_parallelism_that_shards_parameters_is_an_axis_of_the_mesh():
+    assert express_one(parallel={"fsdp": 2, "cp": 2}).work.layout == Layout(data=2, fsdp=2, context=2)
+
+
 def test_devices_are_those_of_a_chip():
     v7x = expressed("tpu-recipes/llama3.1-405b_chips256_gbs1536_seq8192_fp8_full")
     assert v7x.work.layout["fsdp"] == v7x.target.devices == 512 and v7x.work.remat == "full"
@@ -191,7 +195,7 @@ def test_seconds_of_a_rate_of_flops_follow_the_group():
     ("changes", "says"),
     [
         ({"dims": a_run().dims | {"experts": 8}}, "mixture of experts"),
-        ({"parallel": {"fsdp": 4, "cp": 2}}, "context parallelism"),
+        ({"parallel": {"cp": 2, "dp": 4, "zero": 1}}, "context parallelism with whole parameters"),
         ({"parallel": {"note": "unknown"}}, "layout is not published"),
         ({"kind": "serve", "global_batch": None}, "no batch"),
         ({"kind": "serve", "measured": {"output_tokens_per_s": 1.0}, "parallel": {"tp": 2}}, "time of a token"),
@@ -199,7 +203,7 @@ def test_seconds_of_a_rate_of_flops_follow_the_group():
         ({"chip": "abacus"}, "the catalog has no abacus"),
         ({"remat": "some"}, "rematerialisation: some"),
         ({"global_batch": 12}, "microbatches"),
-        ({"parallel": {"fsdp": 3}}, "tp = 1 and fsdp = 3"),
+        ({"parallel": {"fsdp": 3}}, "tp = 1, fsdp = 3 and cp = 1 on 8 devices"),
         ({"measured": {"tflops_per_chip": 1.0}}, "no rate whose FLOPs are said"),
         ({"measured": {"step_s": 0.0}}, "above 0, not step_s = 0.0"),
         ({"parallel": {"fsdp": 8, "tp": 0}}, "at least 1, not tp = 0"),

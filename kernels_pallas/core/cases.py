@@ -23,9 +23,9 @@ class CaseArray:
 
     Attributes:
       draw: "normal" (times `scale`, plus `mean`), "zeros", "one_hot" along the last dimension (times `scale`), "mask"
-        (True three times of four, and nowhere in the first row), "below" (integers in [mean, mean + scale)), "labels"
-        (those in [0, scale), and −1 one time of four), "groups" (sizes of uneven groups, some empty, that leave a few
-        of `scale` rows), or "bytes" (all finite numbers of a dtype of eight bits).
+        (True three times of four, and nowhere in the first row), "seldom" (True one time of 16), "below" (integers in
+        [mean, mean + scale)), "labels" (those in [0, scale), and −1 one time of four), "groups" (sizes of uneven
+        groups, some empty, that leave a few of `scale` rows), or "bytes" (all finite numbers of a dtype of eight bits).
       differentiable: whether gradients with respect to it are checked; only for floats.
     """
 
@@ -131,6 +131,8 @@ def _draw(array: CaseArray, dtype: Any, random: np.random.Generator) -> np.ndarr
         case "mask":
             rows = np.arange(shape[0]).reshape(-1, *(1,) * (len(shape) - 1))
             return (random.random(shape, np.float32) < 0.75) & (rows > 0)
+        case "seldom":
+            return random.random(shape, np.float32) < 1 / 16
         case "below":
             return (int(array.mean) + random.integers(int(array.scale), size=shape)).astype(dtype)
         case "bytes":

@@ -10,6 +10,8 @@ from kernels_pallas.gated_activation.cases import OPERATION as GATED_ACTIVATION
 from kernels_pallas.grouped_matmul.cases import OPERATION as GROUPED_MATMUL
 from kernels_pallas.grouped_matmul.quantized_cases import OPERATION as QUANTIZED_GROUPED_MATMUL
 from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
+from kernels_pallas.linear_attention.cases import OPERATION as GATED_DELTA_RULE
+from kernels_pallas.linear_attention.cases import STATE_SPACE_OPERATION as STATE_SPACE
 from kernels_pallas.linear_cross_entropy.cases import OPERATION as LINEAR_CROSS_ENTROPY
 from kernels_pallas.matmul.cases import OPERATION as MATMUL
 from kernels_pallas.paged_attention.cases import OPERATION as PAGED_ATTENTION
@@ -33,6 +35,8 @@ OPERATIONS: dict[str, KernelOperation] = {
         GROUPED_MATMUL,
         QUANTIZED_MATMUL,
         QUANTIZED_GROUPED_MATMUL,
+        GATED_DELTA_RULE,
+        STATE_SPACE,
         LINEAR_CROSS_ENTROPY,
         FLASH_ATTENTION,
         PAGED_ATTENTION,

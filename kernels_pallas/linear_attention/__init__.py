@@ -3,17 +3,23 @@
 The tokens of a chunk read one another by products, and chunks before by the matrix, the state.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.core import checks
+from kernels_pallas.core import checks, rows
 from kernels_pallas.core.choice import choose
+from kernels_pallas.core.launch import KernelCosts, vary
 from kernels_pallas.core.measured import CallClass
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.linear_attention import reference, xla
+from kernels_pallas.linear_attention.chunked import KERNELS, by_kernel, kernel_costs
 
 CHUNK = 64  # tokens
+_LEAST_CHUNK = 16  # of kernels
 
 
 def gated_delta_rule(
@@ -47,7 +53,8 @@ def gated_delta_rule(
       begins: bool [B, T], whether a document begins with a token: its tokens read no state of earlier ones. None: no
         document begins.
       chunk: the tokens that are computed at once. "xla" computes one alone without products.
-      implementation: "reference", which takes one token after the other, or "xla"; None is "xla".
+      implementation: "reference", which takes one token after the other, "xla" or "mosaic_tpu"; None chooses by the
+        chip being lowered for. Kernels want chunks and rows of 16 tokens or more.
 
     Returns [B, T, N, V] in the value's dtype, and float32 [B, N, H, V]. All is computed in float32; products of a chunk
     have the precision of `jax.default_matmul_precision`.
@@ -90,6 +97,21 @@ def state_space(
     return _run("state_space", arrays, {"skip": skip}, state, is_token, begins, chunk, implementation)
 
 
+def costs(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    *,
+    skip: jax.Array | None = None,
+    chunk: int = CHUNK,
+    **_: Any,
+) -> KernelCosts:
+    """Return the kernels' costs on the arrays, or shapes and dtypes, of a call of either operation that is
+    differentiated; without gradients the forward pass writes no states of chunks."""
+    return kernel_costs(query, value, chunk, is_delta=skip is None)
+
+
 _FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
     "gated_delta_rule": (reference.gated_delta_rule, xla.gated_delta_rule),
     "state_space": (reference.state_space, xla.state_space),
@@ -110,14 +132,27 @@ def _run(
     _check(name, arrays, weights, state, {"is_token": is_token, "begins": begins}, chunk)
     query, value = arrays["query"], arrays["value"]
     by_recurrence, in_chunks = _FUNCTIONS[name]
-    chosen = choose(name, implementation, {"xla": lambda chip: None}, call=CallClass.of_rows(query))
+    reasons = dict.fromkeys(KERNELS, functools.partial(_unsupported_reason, query, chunk)) | {"xla": lambda chip: None}
+    chosen = choose(name, implementation, reasons, call=CallClass.of_rows(query))
     if 0 in (query.size, value.size):
         return jnp.zeros_like(value), state
-    rows = query.shape[:2]
-    is_token = jnp.ones(rows, bool) if is_token is None else is_token
-    begins = jnp.zeros(rows, bool) if begins is None else begins
+    each_row = query.shape[:2]
+    is_token = jnp.ones(each_row, bool) if is_token is None else is_token
+    begins = jnp.zeros(each_row, bool) if begins is None else begins
+    if chosen in KERNELS:
+        operands = tuple(vary(*arrays.values())), weights.get("skip"), state, is_token, begins
+        return by_kernel(name, chosen, *operands, chunk)
     operands = *arrays.values(), *weights.values(), state, is_token, begins
     return by_recurrence(*operands) if chosen == "reference" else in_chunks(*operands, chunk=chunk)
+
+
+def _unsupported_reason(query: jax.Array, chunk: int, chip: TargetChip) -> str | None:
+    """Return why no kernel computes a call on a chip, or None."""
+    if chunk < _LEAST_CHUNK or chunk & (chunk - 1):
+        return f"chunks of {chunk} tokens are no power of two from {_LEAST_CHUNK} on"
+    if query.shape[1] < _LEAST_CHUNK:
+        return f"{query.shape[1]} tokens are fewer than {_LEAST_CHUNK}"
+    return rows.unsupported_reason(query, chip, max_width=None)
 
 
 def _check(

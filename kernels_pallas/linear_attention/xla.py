@@ -51,6 +51,8 @@ def state_space(
 ) -> tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.state_space`."""
 
+    skip = skip.astype(jnp.float32)  # here, so that gradients of several chunks are summed in float32
+
     def step(state: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         return _state_space_chunk(state, *arrays, skip)
 
@@ -95,13 +97,14 @@ def _state_space_chunk(
     """Compute a chunk (section 6, by blocks)."""
     K = q_BCKH.shape[2]
     is_token_BC1, float32 = is_token_BC[:, :, None], jnp.float32
-    delta_BCN, g_BCN = (jnp.where(is_token_BC1, x, 0.0) for x in (delta_BCN, g_BCN))
+    delta_BCN, g_BCN = (jnp.where(is_token_BC1, x.astype(float32), 0.0) for x in (delta_BCN, g_BCN))
     q_BKCH, k_BKCH = (jnp.swapaxes(x.astype(float32), 1, 2) for x in (q_BCKH, k_BCKH))
+    dtype, v_BCNV = v_BCNV.dtype, v_BCNV.astype(float32)
     written_BKGCV = _by_group(v_BCNV * delta_BCN[..., None], K)
     arrays = q_BKCH, k_BKCH, written_BKGCV, jnp.cumsum(_by_group(g_BCN, K), axis=3)
     documents = documents_in_chunk(is_token_BC, begins_BC)
     state_BNHV, y_BCNV = _through(state_BNHV, documents, _state_space_token, _state_space_tokens, *arrays)
-    return state_BNHV, (y_BCNV + skip_N.astype(float32)[None, None, :, None] * v_BCNV).astype(v_BCNV.dtype)
+    return state_BNHV, (y_BCNV + skip_N[None, None, :, None] * v_BCNV).astype(dtype)
 
 
 def documents_in_chunk(is_token_BC: jax.Array, begins_BC: jax.Array) -> jax.Array:

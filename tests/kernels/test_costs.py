@@ -57,14 +57,16 @@ def test_stated_flops_are_about_those_of_the_reference(operation):
     """FLOPs agree within a factor of two: a kernel recomputes what the reference saves, and leaves out constants.
 
     Attention also leaves out the half of the scores that a causal mask hides: 7 products of 16. The reference of
-    products of groups multiplies every row with every matrix.
+    products of groups multiplies every row with every matrix. The delta rule inverts a matrix of each chunk, which its
+    recurrence has no need of.
     """
     case = operation.used_in("compile")[0]
     repeated = case.arrays["sizes"].shape[0] if operation.name.endswith("grouped_matmul") else 1
     counted = count(*both_ways(operation, case, implementation="reference"))
     stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)
     least = 0.4 if operation.name == "flash_attention" else 0.5
-    assert least <= repeated * (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
+    most = 2.5 if operation.name == "gated_delta_rule" else 2.0
+    assert least <= repeated * (stated.forward.flops + stated.backward.flops) / counted.flops <= most
 
 
 @interpreted()

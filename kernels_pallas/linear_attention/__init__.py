@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core import checks, rows
-from kernels_pallas.core.choice import choose
+from kernels_pallas.core.choice import cannot_lower, choose, fastest
 from kernels_pallas.core.launch import KernelCosts, vary
 from kernels_pallas.core.measured import CallClass
 from kernels_pallas.core.target import TargetChip
@@ -95,6 +95,21 @@ def state_space(
     """
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "delta": delta}
     return _run("state_space", arrays, {"skip": skip}, state, is_token, begins, chunk, implementation)
+
+
+def kernel_of(name: str, query: jax.Array, chunk: int, chip: TargetChip) -> str | None:
+    """Return the kernel that runs on a chip where none is named, or None where XLA computes.
+
+    `query`: an array, or its shape and dtype.
+    """
+
+    def unsupported_reason(each: str) -> str | None:
+        if each == "xla":
+            return None
+        return cannot_lower(each, chip) or _unsupported_reason(query, chunk, chip)
+
+    chosen = fastest(name, unsupported_reason, (*KERNELS, "xla"), chip, call=CallClass.of_rows(query)).name
+    return chosen if chosen in KERNELS else None
 
 
 def costs(

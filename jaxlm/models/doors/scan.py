@@ -2,7 +2,7 @@
 recurrence computes in parallel."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import InputError
 from jaxlm.models import kernels
-from jaxlm.models.doors.cost import DoorCost, Local, Saved, Traced, Workspace
+from jaxlm.models.doors.cost import DoorCost, DoorProduct, Local, LocalArray, ProductKernel, Saved, Traced, Workspace
 from jaxlm.models.doors.door import Signature, door
 from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.partition import is_sharded
+from kernels_pallas.core import target
 from kernels_pallas.core.chunk_scan import scan_chunks
+from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.paged_attention.costs import SectionReads
 
 States = dict[str, jax.Array]  # by slot, [B, *shape]
@@ -52,6 +55,23 @@ Chunk = Callable[..., tuple[States, jax.Array]]
 # Takes arrays [B, T, …], weights, the states before the tokens, and what `ChunkRows` has of them, one after the other,
 # with the options `chunk`, the most tokens of a chunk, and `implementation`; returns the outputs and the states after.
 Operation = Callable[..., tuple[jax.Array, ...]]
+# Takes a chip, the shapes and dtypes of the arrays [B, T, …] of a call, and the most tokens of a chunk.
+KernelWork = Callable[[TargetChip, Sequence[jax.ShapeDtypeStruct], int], "ScanKernel | None"]
+
+
+class ScanKernel(NamedTuple):
+    """The kernel that computes an operation on a chip: its name, its costs and the products in it."""
+
+    name: str
+    costs: KernelCosts
+    products: tuple[DoorProduct, ...]
+
+
+class ScanOperation(NamedTuple):
+    """An operation of `kernels_pallas`. `work` returns the kernel that computes a call on a chip, or None for XLA."""
+
+    run: Operation
+    work: KernelWork
 
 
 class Recurrence(NamedTuple):
@@ -71,7 +91,7 @@ class Recurrence(NamedTuple):
     axes: Axes
     size: int | None = None
     weights: tuple[TokenArray, ...] = ()
-    operation: Operation | None = None
+    operation: ScanOperation | None = None
 
     def initial_states(self, sequences: int) -> States:
         """Return the states [B, *shape] of sequences that begin."""
@@ -93,7 +113,7 @@ def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs:
     results = [(outputs, recurrence.axes), *((x, axes[name]) for name, x in states.items())]
     operands = [*inputs, *weights, *((x, axes[name]) for name, x in states.items()), *per_token]
     function = _FlatChunk(recurrence.chunk, tuple(states), len(inputs), len(inputs) + len(weights))
-    return Signature(operands, results, {"chunk": function, "size": recurrence.size})
+    return Signature(operands, results, {"chunk": function, "size": recurrence.size, "operation": recurrence.operation})
 
 
 @dataclass(frozen=True)
@@ -116,21 +136,26 @@ class _FlatChunk:
 
 
 class _Calls(NamedTuple):
-    """Calls of a chunk's function, `times` of them one after the other, on [B, C] tokens each."""
+    """Calls of the door, `times` of them one after the other, on [B, T] tokens each, in chunks of C; the last chunk is
+    padded."""
 
     B: int
+    T: int
     C: int
     times: int
 
+    @property
+    def chunks(self) -> int:
+        return math.ceil(self.T / self.C)
+
 
 def _calls(local: Local) -> list[_Calls]:
-    """Return the calls on one device; the last chunk is padded. An engine scans the sequences of its decode section in
+    """Return the calls on one device. An engine scans the sequences of its decode section in
     one call, and the tiles of prompts one after the other."""
     size = engine_size(local.options["size"], local.platform) if local.sections else local.options["size"]
 
     def of(rows: int, tokens: int, times: int = 1) -> _Calls:
-        C = min(size or tokens, tokens)
-        return _Calls(rows, C, times * math.ceil(tokens / C))
+        return _Calls(rows, tokens, min(size or tokens, tokens), times)
 
     if not local.sections:
         return [of(*local.results[0].shape[:2])]
@@ -152,7 +177,7 @@ def _declare(local: Local) -> DoorCost:
     function, calls = local.options["chunk"], _calls(local)
     inputs, weights = arrays[: function.inputs], arrays[function.inputs : function.before]
     states = arrays[function.before :]
-    per_token, chunks = [*inputs, is_token, begins], calls[0].times
+    per_token, chunks = [*inputs, is_token, begins], calls[0].times * calls[0].chunks
     of_token = sum(math.prod(x.shape[2:]) * x.itemsize for x in (*per_token, local.results[0]))
     of_states = sum(math.prod(x.shape[1:]) * x.itemsize for x in states)
     trained = [i for i, x in enumerate(arrays) if x.is_trained or (chunks > 1 and i >= function.before)]
@@ -160,7 +185,7 @@ def _declare(local: Local) -> DoorCost:
         function = replace(function, kept=False)
 
     def traced(call: _Calls) -> Traced:
-        B, C, times = call
+        B, C, times = call.B, call.C, call.times * call.chunks
         operands = [
             *((B, C, *x.shape[2:]) for x in inputs),
             *(x.shape for x in weights),
@@ -172,7 +197,33 @@ def _declare(local: Local) -> DoorCost:
 
     saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states)
     workspace = Workspace(beside=2 * max(call.B for call in calls) * of_states)  # before and after a chunk
-    return DoorCost(traced=tuple(map(traced, calls)), saved=saved, workspace=workspace)
+    kernels = [_kernel(local, inputs, call) for call in calls]
+    by_xla = tuple(traced(call) for call, kernel in zip(calls, kernels, strict=True) if kernel is None)
+    of_kernels = [(kernel, call.times) for kernel, call in zip(kernels, calls, strict=True) if kernel is not None]
+    cost = DoorCost(traced=by_xla, saved=saved, workspace=workspace)
+    return cost._replace(**_of_kernels(of_kernels, local.training)) if of_kernels else cost
+
+
+def _kernel(local: Local, inputs: Sequence[LocalArray], call: _Calls) -> ScanKernel | None:
+    """Return the kernel that computes a call; None if XLA does."""
+    operation, size = local.options["operation"], local.options["size"]
+    if operation is None or not local.kernels or local.platform == "cpu":
+        return None
+    chip = target.of_kind(local.platform, local.device_kind) if local.device_kind else target.any_of(local.platform)
+    structs = [jax.ShapeDtypeStruct((call.B, call.T, *x.shape[2:]), x.dtype) for x in inputs]
+    return operation.work(chip, structs, size)
+
+
+def _of_kernels(kernels: Sequence[tuple[ScanKernel, int]], training: bool) -> dict[str, Any]:
+    """Return the products and the costs of kernels, each with its number of calls."""
+    products = tuple(each._replace(times=each.times * times) for kernel, times in kernels for each in kernel.products)
+    summed = (
+        KernelCost(*(sum(times * getattr(kernel.costs, way)[i] for kernel, times in kernels) for i in range(3)))
+        for way in ("forward", "backward")
+    )
+    gradients = tuple(each.gradients for each in products) if training else ()
+    again = products if training else ()
+    return {"products": products, "kernel": ProductKernel(kernels[0][0].name, KernelCosts(*summed), again, gradients)}
 
 
 @door(_signature, _declare, name="scan")
@@ -183,7 +234,7 @@ def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: Toke
     if recurrence.operation is not None:
         of_states = [(states[name], ("batch", *of_state)) for name, (_, of_state) in recurrence.first.items()]
         return kernels.run(
-            recurrence.operation,
+            recurrence.operation.run,
             *(*inputs, *recurrence.weights, *of_states, *((x, recurrence.axes[:2]) for x in rows)),
             results=(recurrence.axes, *(axes for _, axes in of_states)),
             chunk=recurrence.size,

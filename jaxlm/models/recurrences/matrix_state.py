@@ -1,24 +1,68 @@
 """The state of recurrences with a matrix per head, which `kernels_pallas.linear_attention` computes."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.doors.scan import ChunkRows, Operation, Recurrence, States, TokenArray
+from jaxlm.models.doors.cost import DoorProduct, Product
+from jaxlm.models.doors.scan import ChunkRows, Operation, Recurrence, ScanKernel, ScanOperation, States, TokenArray
 from jaxlm.models.logical_axes import HEAD_STATE, HEADS
-from kernels_pallas.linear_attention import CHUNK
+from kernels_pallas.core.target import TargetChip
+from kernels_pallas.linear_attention import CHUNK, kernel_costs, kernel_of
 
 _SLOT = "matrix"
 
 
 def matrix_recurrence(
-    operation: Operation, heads: int, key_dim: int, value_dim: int, weights: tuple[TokenArray, ...] = ()
+    operation: Operation,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    weights: tuple[TokenArray, ...] = (),
+    *,
+    is_delta: bool = False,
 ) -> Recurrence:
     """Return the recurrence of an operation whose state is a matrix [N, H, V] called `matrix`, float32 and zero at
-    first."""
+    first. `is_delta`: it is the delta rule, otherwise the state space."""
     first = {_SLOT: (jnp.zeros((heads, key_dim, value_dim), jnp.float32), HEAD_STATE)}
-    return Recurrence(_OperationChunk(operation), first, HEADS, CHUNK, weights, operation)
+    return Recurrence(
+        _OperationChunk(operation),
+        first,
+        HEADS,
+        CHUNK,
+        weights,
+        ScanOperation(operation, _delta_kernel if is_delta else _state_space_kernel),
+    )
+
+
+def _kernel(name: str, chip: TargetChip, arrays: Sequence[jax.ShapeDtypeStruct], chunk: int) -> ScanKernel | None:
+    """Return the kernel that computes an operation, and its products (`kernels_pallas.linear_attention.tile`)."""
+    query, value = arrays[0], arrays[2]
+    kernel = kernel_of(name, query, chunk, chip)
+    if kernel is None:
+        return None
+    (B, T, _, H), (N, V), C, is_delta = query.shape, value.shape[2:], chunk, name == "gated_delta_rule"
+    batch = B * N * math.ceil(T / C)
+    # What queries and keys see of keys and of the state; what tokens read of one another, solve, and leave.
+    reads = 2 if is_delta else 1
+    products = [
+        *[Product(batch, C, H, C), Product(batch, C, H, V)] * reads,
+        *[Product(batch, C, C, V)] * reads,
+        Product(batch, H, C, V),
+    ]
+    gradients = [DoorProduct(each, 0, gradients=(True, True)) for each in products]
+    steps = 2 * max(C.bit_length() - 2, 0) if is_delta else 0
+    inverse = [DoorProduct(Product(batch * steps, C, C, C), 0, gradients=(False, False))] * is_delta
+    costs = kernel_costs(query, value, chunk, is_delta=is_delta)
+    return ScanKernel(kernel, costs, (*gradients, *inverse))
+
+
+_delta_kernel = partial(_kernel, "gated_delta_rule")
+_state_space_kernel = partial(_kernel, "state_space")
 
 
 @dataclass(frozen=True)

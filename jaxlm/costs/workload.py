@@ -24,9 +24,10 @@ from jaxlm.costs.stages import StageLayers, stage_layers
 from jaxlm.inference.config import InferenceConfig
 from jaxlm.inference.settings import LOOK_UP, CacheDtype, EngineSettings, Speculation
 from jaxlm.inference.step_shapes import FEWEST, StepShape, StepShapes
+from jaxlm.models import expert_parallel
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import UnpaddedReads
-from jaxlm.models.execution_config import ExecutionConfig, Remat
+from jaxlm.models.execution_config import ExecutionConfig, ExpertWay, Remat
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Dimensions
@@ -389,6 +390,15 @@ class Workload:
     def gathers_once(self) -> bool:
         """True if the matrices of layers are gathered once a step, before all ticks of a pipeline."""
         return self.stages > 1 and self.execution.pipeline_gather == "step"
+
+    @property
+    def expert_way(self) -> ExpertWay:
+        """How tokens reach the devices of their experts: all are gathered in inference, and where the mesh does not
+        divide the rows of a microbatch, so that each device has all of them."""
+        if self.kind != "train" or self.row_shards() == 1:
+            return "gather"
+        devices = self.layout.over(self.rules.over("experts"))
+        return expert_parallel.way(self.execution.expert_parallel, self.model, devices)
 
     @property
     def ticks(self) -> Ticks:

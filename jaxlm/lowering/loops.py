@@ -47,14 +47,14 @@ def times(program: HloProgram) -> dict[str, int]:
 def executed(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
     """Yield the instructions that the device executes, and their number of runs.
 
-    These are the instructions of the entry computation and of its loops and branches, but not of fusions and
-    reductions.
+    These are the instructions of the entry computation and of its loops and branches, but not of loops without a trip,
+    and not of fusions and reductions.
     """
     runs = times(program)
     reached, waiting = {}, [program.entry.name]
     while waiting:
         name = waiting.pop()
-        if name not in reached:
+        if name not in reached and runs[name]:
             reached[name] = None
             for instruction in program.computations[name].instructions.values():
                 waiting += controlled(instruction)

@@ -27,6 +27,7 @@ from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_f
 from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
 from jaxlm.lowering.programs import StepPrograms, step_programs
+from jaxlm.models.feed_forward.passes import FURTHER
 from jaxlm.parallel.layout import Layout, over_slices
 from jaxlm.parallel.program import MeshProgram, bytes_on_device
 from jaxlm.parallel.rules import Kind
@@ -295,9 +296,9 @@ def _compiled(work: Workload) -> Workload:
 
 def _trips(work: Workload) -> dict[str, Fraction]:
     """Return the trips of the loops over pages in the program of a workload, by their scopes: the mean of the blocks of
-    sequences, of which each has its loop."""
+    sequences, of which each has its loop. Rows of experts take one pass, and no further one."""
     sections = () if work.engine_steps is None else work.engine_steps.sections
-    return {
+    return {FURTHER: Fraction(0)} | {
         loop_name(each.queries, window): Fraction(each.loop_trips(window), each.blocks)
         for each in sections
         for window, _ in each.pages
@@ -438,7 +439,7 @@ _PREFIX = {"forward": "", "backward": "backward ", "rematerialised": "again "}
 def _declared(traced: jax.stages.Traced, plan: Plan) -> dict[str, float]:
     """Return the FLOPs that Pallas kernels declare on one device, by their names in the program."""
     flops: Counter[str] = Counter()
-    trips = None if plan.work.kind == "train" else 1  # no kernel is in a loop over pages
+    trips = {FURTHER: 0} if plan.work.kind == "train" else 1  # no kernel is in a loop over pages
     for row in count_jaxpr(traced.jaxpr.jaxpr, trips).of(kind="kernel").rows:
         flops[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / plan.target.devices
     return flops

@@ -17,6 +17,11 @@ Kernels = Literal["auto", "xla"]
 # How devices that share a sequence compute its attention (`jaxlm.models.doors.context_parallel`).
 ContextParallel = Literal["auto", "gather", "heads", "ring"]
 
+# How tokens reach the devices of their experts, where it is chosen (`jaxlm.models.expert_parallel`), and as it is asked
+# for.
+ExpertWay = Literal["gather", "all_to_all"]
+ExpertParallel = Literal["auto", ExpertWay]
+
 
 def _remat(value: Any) -> Any:
     listed = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
@@ -58,6 +63,10 @@ class ExecutionConfig(Section):
     """How often the matrices of layers on `mesh.pipeline` are gathered over the mesh axes that shard them where they
     are stored: each layer's in each tick, three times, or those of all layers of a device once a step, which sends far
     fewer bytes and keeps them whole. Gradients are reduced in each tick in both cases."""
+    expert_parallel: ExpertParallel = "auto"
+    """How tokens reach the devices of `mesh.expert` in training: each device gathers those of all others and adds up
+    what their experts give ("gather"), or sends rows to the devices of their experts, at first up to 5 / 4 of an equal
+    share to each, and what is left in further passes ("all_to_all"). "auto" takes what sends fewer bytes."""
     remat: Remat = "none"
     """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
     activations named, such as ["query", "up"]."""

@@ -7,25 +7,28 @@ from typing import Any
 
 import jax
 
-from jaxlm.models.execution_config import ContextParallel, Kernels
+from jaxlm.models.execution_config import ContextParallel, ExpertWay, Kernels
 from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation
 
 # A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.
-_chosen: Any = jax.make_user_context(("auto", True, "auto"))
+_chosen: Any = jax.make_user_context(("auto", True, "auto", "gather"))
 
 
 @contextlib.contextmanager
 def using_kernels(
-    kernels: Kernels, deterministic: bool = True, context_parallel: ContextParallel = "auto"
+    kernels: Kernels,
+    deterministic: bool = True,
+    context_parallel: ContextParallel = "auto",
+    expert_parallel: ExpertWay = "gather",
 ) -> Iterator[None]:
     """Trace models inside with this choice of kernels, also as a decorator; outside it is "auto".
 
     `deterministic`: gradients of kernels are bit-equal in each run. `context_parallel`: how devices that share a
-    sequence attend to one another's tokens.
+    sequence attend to one another's tokens. `expert_parallel`: how tokens reach the devices of their experts.
     """
-    with _chosen((kernels, deterministic, context_parallel)):
+    with _chosen((kernels, deterministic, context_parallel, expert_parallel)):
         yield
 
 
@@ -37,6 +40,11 @@ def deterministic() -> bool:
 def context_parallel() -> ContextParallel:
     """Return how devices that share a sequence attend to one another's tokens, as it is asked for."""
     return _chosen.value[2]
+
+
+def expert_parallel() -> ExpertWay:
+    """Return how tokens reach the devices of their experts."""
+    return _chosen.value[3]
 
 
 def implementation() -> str | None:

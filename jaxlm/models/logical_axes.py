@@ -10,9 +10,11 @@ GATHERED: Axes = ("batch", "sequence", "act_embed")
 HEADS: Axes = ("batch", "sequence", "act_heads", "act_head_dim")
 KV_HEADS: Axes = ("batch", "sequence", "act_kv_heads", "act_head_dim")
 KEYS: Axes = ("batch", "key_sequence", "act_kv_heads", "act_head_dim")
-# Tokens of a group of devices that share out the experts, and hidden numbers of the rows of each of these devices.
+# Tokens of a group of devices that share out the experts, and hidden numbers of the rows of each of these devices; and
+# hidden numbers of rows that were sent to the devices of their experts.
 EXPERT_TOKENS: Axes = ("expert_batch", "sequence", "act_embed")
 EXPERT_HIDDEN: Axes = ("expert_batch", "act_experts", "sequence", "act_feed_forward")
+SENT_HIDDEN: Axes = ("batch", None, "sequence", "act_feed_forward")
 HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")
 LATENT: Axes = ("batch", "residual", "act_latent")
 SHARED_KEY: Axes = ("batch", "sequence", None, "act_head_dim")

@@ -65,10 +65,15 @@ def on_any_shard(condition: jax.Array) -> jax.Array:
     A branch may exchange arrays over the other mesh axes, which not all devices understand as an exchange among few.
     Where there are no others it is the shard's own condition.
     """
+    return largest_on_shards(condition.astype(jnp.int32)) > 0
+
+
+def largest_on_shards(number: jax.Array) -> jax.Array:
+    """Return the largest of the numbers on the shards around, so that all loop alike, as `on_any_shard` does."""
     mesh = mesh_around()
     if mesh.empty or not mesh.manual_axes or mesh.size == Layout(mesh.shape).over(mesh.manual_axes):
-        return condition
-    return jax.lax.pmax(condition.astype(jnp.int32), mesh.manual_axes) > 0
+        return number
+    return jax.lax.pmax(number, mesh.manual_axes)
 
 
 def on_each_device(

@@ -13,7 +13,7 @@ from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlm.models import kernels
+from jaxlm.models import expert_parallel, kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
@@ -26,7 +26,7 @@ from jaxlm.models.tree import Tree
 from jaxlm.parallel import compiler_options
 from jaxlm.parallel.collectives import summed_over_replicas
 from jaxlm.parallel.layout import Layout
-from jaxlm.parallel.partition import constrain, replicated
+from jaxlm.parallel.partition import constrain, mesh_around, replicated
 from jaxlm.parallel.pipeline import stages_around
 from jaxlm.parallel.rules import TRAIN
 from jaxlm.training import balancing, local_sgd
@@ -330,7 +330,10 @@ class TrainStep:
 
     def _as_executed(self) -> AbstractContextManager[None]:
         execution = self.execution
-        return kernels.using_kernels(execution.kernels, execution.deterministic, execution.context_parallel)
+        mesh = mesh_around()
+        devices = 1 if mesh.empty else Layout(mesh.shape).over(TRAIN.over("experts"))
+        ways = execution.context_parallel, expert_parallel.way(execution.expert_parallel, self.model, devices)
+        return kernels.using_kernels(execution.kernels, execution.deterministic, *ways)
 
     @property
     def objective(self) -> Objective:

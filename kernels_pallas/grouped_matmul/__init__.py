@@ -31,6 +31,7 @@ def grouped_matmul(
     sizes: jax.Array,
     *,
     transposed: bool = False,
+    expected: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Return x[r] · matrices[g] for each row r of group g: the first sizes[0] rows are of group 0, the next sizes[1]
@@ -45,6 +46,8 @@ def grouped_matmul(
         precision of `jax.default_matmul_precision`.
       matrices: [G, K, N] in x's dtype, or [G, N, K] where `transposed`.
       sizes: int32 [G], 0 or more. Rows past the last group have zeros as their result, and no gradient.
+      expected: the rows that groups are expected to have together, where x has room for more: those that the kernels'
+        costs state; None: all.
       implementation: "reference", "xla", "triton", "mosaic_gpu" (Hopper) or "mosaic_tpu"; None chooses by the chip
         being lowered for and the shape, and takes "mosaic_gpu" only where JAX no longer lowers Triton.
 
@@ -62,7 +65,7 @@ def grouped_matmul(
     chosen = choose("grouped_matmul", implementation, reasons, by_name=_UNMEASURED, call=CallClass.of_rows(x))
     if chosen == "reference" or 0 in (x.size, matrices.size):
         return reference.grouped_matmul(x, matrices, sizes, transposed=transposed)
-    return _grouped(_GroupedSettings(transposed, chosen), *vary(x, matrices, sizes))
+    return _grouped(_GroupedSettings(transposed, chosen, expected), *vary(x, matrices, sizes))
 
 
 def costs(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> KernelCosts:
@@ -82,22 +85,33 @@ def computed_rows(
     dtype: np.dtype,
     implementation: str,
     multiplied: int | None = None,
+    room: int | None = None,
 ) -> visits.TileRows:
     """Return the rows that a product computes for tokens each of which chooses so many of the groups, with tiles that
-    are not tuned. `multiplied`: the groups whose rows are multiplied; all where None."""
+    are not tuned. `multiplied`: the groups whose rows are multiplied; all where None. `room`: the rows of x, which may
+    be more; None: those that tokens choose."""
     multiplied = groups if multiplied is None else multiplied
-    rows = tokens * choices
+    rows = tokens * choices if room is None else room
     if implementation == "xla":
         tile = xla.tile_rows(rows, multiplied)
     else:
         tile = {"triton": triton, "mosaic_tpu": mosaic_tpu}[implementation].tile_rows(rows, multiplied, dtype)
     is_aligned = implementation == "mosaic_tpu"
-    return visits.computed_rows(tokens, choices, groups, tile, is_aligned, multiplied)
+    return visits.computed_rows(tokens, choices, groups, tile, is_aligned, multiplied, room)
 
 
 class _GroupedSettings(NamedTuple):
     transposed: bool
     implementation: str
+    expected: int | None
+
+    def cost(self, x, y, matrices) -> KernelCost:
+        """Return the cost of one product of the rows that are expected."""
+        return _cost(*(_expected(each, self.expected) for each in (x, y)), matrices)
+
+
+def _expected(x, rows: int | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((len(x) if rows is None else rows, x.shape[1]), x.dtype)
 
 
 def _cost(x, y, matrices) -> KernelCost:
@@ -110,7 +124,7 @@ def _product(name: str, settings: _GroupedSettings, x, matrices, sizes) -> jax.A
         tile = xla.tile_rows(len(x), len(sizes))
         return xla.product(x, matrices, sizes, transposed=settings.transposed, tile=tile)
     y = jax.ShapeDtypeStruct((len(x), matrices.shape[1 if settings.transposed else 2]), x.dtype)
-    run, cost = KERNELS[settings.implementation].product, _cost(x, y, matrices)
+    run, cost = KERNELS[settings.implementation].product, settings.cost(x, y, matrices)
     return run(x, matrices, sizes, transposed=settings.transposed, cost=cost, name=name)
 
 
@@ -119,7 +133,7 @@ def _matrix_gradient(settings: _GroupedSettings, x, y, sizes) -> jax.Array:
     if settings.implementation == "xla":
         return xla.matrix_gradient(x, y, sizes, tile=xla.tile_rows(len(x), len(sizes)))
     matrices = jax.ShapeDtypeStruct((len(sizes), x.shape[1], y.shape[1]), x.dtype)
-    run, cost = KERNELS[settings.implementation].matrix_gradient, _cost(x, y, matrices)
+    run, cost = KERNELS[settings.implementation].matrix_gradient, settings.cost(x, y, matrices)
     return run(x, y, sizes, cost=cost, name="grouped_matmul_backward_matrices")
 
 

@@ -28,6 +28,7 @@ def quantized_grouped_matmul(
     *,
     kind: str,
     by_outputs: bool = False,
+    expected: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Return x[r] · matrices[g] for each row r of group g, of matrices that `values` and `scales` are the parts of.
@@ -45,6 +46,8 @@ def quantized_grouped_matmul(
         `by_outputs` the last two axes of both turned.
       sizes: int32 [G], 0 or more. Rows past the last group have zeros as their result, and no gradient.
       kind: "int8", "w8a8", "int4", "fp8" or "mxfp4".
+      expected: the rows that groups are expected to have together, where x has room for more: those that the kernels'
+        costs state; None: all.
       implementation: "reference", "xla", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the
         shape. Kernels read matrices by their inputs alone.
 
@@ -62,7 +65,7 @@ def quantized_grouped_matmul(
     chosen = choose(_NAME, implementation, reasons | {"xla": lambda chip: None}, call=CallClass.of_rows(x))
     if chosen == "reference" or 0 in (x.size, N):
         return reference.quantized_grouped_matmul(x, values, scales, sizes, kind=kind, by_outputs=by_outputs)
-    return _grouped(_Settings(kind, by_outputs, chosen), *vary(x, values, scales, sizes))
+    return _grouped(_Settings(kind, by_outputs, chosen, expected), *vary(x, values, scales, sizes))
 
 
 def costs(
@@ -85,6 +88,7 @@ class _Settings(NamedTuple):
     kind: str
     by_outputs: bool
     implementation: str
+    expected: int | None
 
 
 def _unsupported_reason(name, x, values, scales, kind, by_outputs, chip) -> str | None:
@@ -94,11 +98,12 @@ def _unsupported_reason(name, x, values, scales, kind, by_outputs, chip) -> str 
 
 @compiled_once(static=1)
 def _product(settings: _Settings, x, values, scales, sizes) -> jax.Array:
-    kind, by_outputs, implementation = settings
+    kind, by_outputs, implementation, expected = settings
     if implementation == "xla":
         tile = xla.tile_rows(len(x), len(sizes))
         return xla.quantized_product(x, values, scales, sizes, kind=kind, by_outputs=by_outputs, tile=tile)
-    cost = costs(x, values, scales, sizes, kind=kind).forward
+    rows = jax.ShapeDtypeStruct((len(x) if expected is None else expected, x.shape[1]), x.dtype)
+    cost = costs(rows, values, scales, sizes, kind=kind).forward
     per_output = jnp.repeat(scales, values.shape[2] // scales.shape[2], axis=2)
     run = KERNELS[implementation].quantized_product
     return run(x, values, per_output, sizes, kind=kind, cost=cost, name=_NAME)

@@ -53,16 +53,23 @@ class TileRows(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def computed_rows(
-    tokens: int, choices: int, groups: int, tile: int, is_aligned: bool, multiplied: int | None = None
+    tokens: int,
+    choices: int,
+    groups: int,
+    tile: int,
+    is_aligned: bool,
+    multiplied: int | None = None,
+    room: int | None = None,
 ) -> TileRows:
     """Return the rows that are computed for tokens of which each chooses so many of the groups.
 
     is_aligned: tiles lie at multiples of `tile`, and one with rows of several groups is computed for each of them;
     otherwise they begin with their group.
     multiplied: the groups whose rows are computed; all where None.
+    room: the most rows that there may be; None: all that tokens may choose.
     """
     multiplied = groups if multiplied is None else multiplied
-    rows, most_rows = tokens * choices * multiplied / groups, tokens * min(choices, multiplied)
+    rows, most_rows = tokens * choices * multiplied / groups, room or tokens * min(choices, multiplied)
     most = tile * (most_visits if is_aligned else most_tiles)(most_rows, multiplied, tile) if most_rows else 0
     chance = choices / groups
     if is_aligned:  # each group but the first begins anywhere in a tile

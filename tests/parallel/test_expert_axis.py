@@ -27,11 +27,13 @@ MODEL = model_fixtures.model(
 )
 LAYOUT = Layout(expert=4)
 ROWS = 16
+GATHER = {"expert_parallel": "gather"}
 
 
 def compiled() -> hlo.HloProgram:
     """Return a training step on devices that share out the experts; loops over tiles run once."""
-    step = TrainStep(MODEL, *model_fixtures.sections(batch=ROWS, kernels="xla"), model_fixtures.optimization())
+    sections = model_fixtures.sections(batch=ROWS, kernels="xla", **GATHER)
+    step = TrainStep(MODEL, *sections, model_fixtures.optimization())
     mesh = make_mesh(LAYOUT)
     with jax.set_mesh(mesh):
         shapes = tree.placed(jax.eval_shape(step.init), step.shardings(mesh))
@@ -40,11 +42,12 @@ def compiled() -> hlo.HloProgram:
 
 
 def test_tokens_are_sent_and_experts_stay():
-    """The residual is gathered and its sums are scattered as often as counted; no matrix of experts is gathered."""
+    """The residual is gathered and its sums are scattered as often as counted; no matrix of experts is gathered. The
+    choices of tokens are gathered with them."""
     found = Counter()
     for each in collectives.collectives(compiled(), LAYOUT):
         found[each.kind, each.bytes] += each.count
-    work = workload("train", MODEL, ROWS, model_fixtures.CONTEXT, "float32", layout=LAYOUT, kernels="xla")
+    work = workload("train", MODEL, ROWS, model_fixtures.CONTEXT, "float32", layout=LAYOUT, kernels="xla", **GATHER)
     counted = Counter()
     for each in traffic.collectives(work):
         if each.of in ("residual", "routes"):
@@ -54,6 +57,8 @@ def test_tokens_are_sent_and_experts_stay():
     # Backward a CPU sums the whole, of which each device takes its part.
     assert counted["reduce-scatter", residual] == 2 * MODEL.num_layers
     assert found["reduce-scatter", residual] == MODEL.num_layers
+    of_choices = 2 * 4 * ROWS * model_fixtures.CONTEXT  # bytes of the experts that tokens choose, and of their weights
+    assert 0 < counted["all-gather", of_choices] == 2 * MODEL.num_layers <= found["all-gather", of_choices]
     experts = math.prod((8, 128, MODEL.d_model)) * 4
     assert not any(kind == "all-gather" and size >= experts for kind, size in found if size != residual)
 

@@ -241,7 +241,8 @@ def _recorded(work: Workload) -> tuple[Any, ...]:
     """Return the arguments of the recording of a training step. Only where something does not train may gradients pass
     the first layer otherwise than the layers after it."""
     in_loop = work.execution.in_loop or not work.frozen
-    return work.stage_layers.model, work.sequence, work.dropout, work.lora, work.objective, in_loop, work.quantized
+    of_layers = work.stage_layers.model, work.sequence, work.dropout, work.lora, work.objective, in_loop
+    return *of_layers, work.quantized, work.expert_way
 
 
 @functools.lru_cache(maxsize=256)

@@ -128,7 +128,8 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
         return max(LayerPeak(_around_workspace(device, layer, i), i) for i in working)
     kept = _read_where_it_is(device, layer)
     beside, lives = [device.cost(use).workspace.beside for use in uses], _lives(device, layer)
-    read, bytes_, more, peaks = set(kept.values), 0, -kept.more, []
+    of_passes = sum(device.cost(use).workspace.of_passes for use in uses)
+    read, bytes_, more, peaks = set(kept.values), of_passes, -kept.more, []
     for i, use in enumerate(uses):
         values, more_of_use = _read_by(device, use)
         new = {device.same(value) for value in values} - read

@@ -32,7 +32,8 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.door import MARKER, Marker
 from jaxlm.models.doors.elementwise import BETWEEN_DOORS, READS
-from jaxlm.models.execution_config import ExecutionConfig
+from jaxlm.models.execution_config import ExecutionConfig, ExpertWay
+from jaxlm.models.kernels import using_kernels
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
@@ -175,10 +176,11 @@ def record(
     of_text: ObjectiveConfig = _NEXT_TOKEN,
     in_loop: bool = True,
     quantized: Quantization | None = None,
+    expert_way: ExpertWay = "gather",
 ) -> Recording:
     """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters or
     quantised matrices, up to its objective of text. Unless `in_loop` the layers are written out, and the first of equal
-    ones is recorded apart from the others.
+    ones is recorded apart from the others. `expert_way`: how tokens reach the devices of their experts.
 
     Raises InputError for a product outside of the doors (`jaxlm.models.doors`).
     """
@@ -187,7 +189,8 @@ def record(
     def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
         module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
         mask, execution = packed_causal_mask(tokens), ExecutionConfig(scan_layers=in_loop)
-        hidden, _, _ = module.hidden(tokens, tokens, mask, dropout=dropped, execution=execution)
+        with using_kernels("auto", expert_parallel=expert_way):
+            hidden, _, _ = module.hidden(tokens, tokens, mask, dropout=dropped, execution=execution)
         batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
         losses = objective(of_text, TrainingConfig(sequence=sequence)).sums(module, hidden, batch).losses
         return functools.reduce(operator.add, losses.values())
@@ -325,6 +328,8 @@ class _Reader:
         if rows is None or rows == marker.operands[0][0]:
             return marker
         before = marker.operands[0][0]
+        if before != "batch":  # a door that gathers the rows of other devices
+            return marker
 
         def changed(axes: tuple[Axes, ...]) -> tuple[Axes, ...]:
             return tuple((rows, *each[1:]) if each[:1] == (before,) else each for each in axes)

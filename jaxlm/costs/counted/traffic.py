@@ -144,7 +144,7 @@ def _adapters(device: DeviceStep) -> Iterator[Collective]:
     gradient of its matrix is summed where each device has rows of its own.
     """
     work, uses, summed = device.work, device.recording.uses, device.work.rules.summed_each_microbatch
-    relayed = {use.results[0] for use in uses if device.cost(use).relays}
+    relayed = {use.results[0] for use in uses if device.cost(use).relays or device.cost(use).hands_on}
     for use in uses:
         product = device.cost(use).weight_product
         if product is None or use.operands[0] in relayed or not device.trains(use):
@@ -274,8 +274,11 @@ def _operands(device: DeviceStep) -> Iterator[Collective]:
     work, again = device.work, run_again(device)
     for use in device.recording.uses:
         for each in device.cost(use).exchanges:
-            before = together(work.placed(each.axes, use.shapes[each.operand], use.num_query_heads))
-            over = tuple(axis for axis in before if axis not in together(device.placed(use, each.operand)))
+            if each.among is not None:
+                over = work.several(work.rules.over(each.among))
+            else:
+                before = together(work.placed(each.axes, use.shapes[each.operand], use.num_query_heads))
+                over = tuple(axis for axis in before if axis not in together(device.placed(use, each.operand)))
             reruns = use.layer is not None and not again.isdisjoint(use.results)
             forward = 1 + reruns + device.runs_twice(use)
             runs = {"forward": forward * each.forward, "backward": device.trains(use) * each.backward}
@@ -308,8 +311,13 @@ def _read_over(device: DeviceStep, value: int) -> tuple[str, ...]:
     summed over these axes."""
     axes: list[str] = []
     for use in device.recording.uses:
+        if use.operands[0] != value:
+            continue
         product = device.cost(use).weight_product
-        if product is not None and use.operands[0] == value:
-            contracted = device.contracted_over(use)
-            axes += [axis for axis in together(device.placed(use, product.weight)) if axis not in contracted]
+        if device.cost(use).hands_on:
+            axes += _read_over(device, use.results[0])
+        elif product is not None:
+            # Over the axes that shard its rows each device has other ones.
+            others = *device.contracted_over(use), *together(device.placed(use, 0))
+            axes += [axis for axis in together(device.placed(use, product.weight)) if axis not in others]
     return device.work.several(axes)

@@ -12,8 +12,8 @@ from jaxlm.models.doors.by_head import by_head as by_head
 from jaxlm.models.doors.elementwise import Dropout as Dropout
 from jaxlm.models.doors.elementwise import add as add
 from jaxlm.models.doors.elementwise import scale as scale
+from jaxlm.models.doors.expert_rows import sort_by_expert as sort_by_expert
 from jaxlm.models.doors.experts import from_experts as from_experts
-from jaxlm.models.doors.experts import sort_by_expert as sort_by_expert
 from jaxlm.models.doors.experts import to_experts as to_experts
 from jaxlm.models.doors.gather import gather as gather
 from jaxlm.models.doors.heads import kv_heads as kv_heads
@@ -30,3 +30,6 @@ from jaxlm.models.doors.route import Choice as Choice
 from jaxlm.models.doors.route import Routes as Routes
 from jaxlm.models.doors.route import route as route
 from jaxlm.models.doors.select import select as select
+from jaxlm.models.doors.sent_rows import passes_needed as passes_needed
+from jaxlm.models.doors.sent_rows import send_to_experts as send_to_experts
+from jaxlm.models.doors.sent_rows import sends_rows as sends_rows

@@ -262,12 +262,14 @@ class Workspace(NamedTuple):
       forward, backward: where there are any, they are more than all else in its layer.
       keeping: those of the forward pass where all is kept that the backward pass reads, and of that backward pass.
       beside: in each pass, beside all that is there: arrays that are made again for the backward pass.
+      of_passes: in the backward pass of its layer, beside all that is there.
     """
 
     forward: int = 0
     backward: int = 0
     keeping: tuple[int, int] = (0, 0)
     beside: int = 0
+    of_passes: int = 0
 
 
 class LossWorkspace(NamedTuple):
@@ -322,6 +324,7 @@ class Exchange(NamedTuple):
       forward, backward: runs in each pass.
       is_hidden: the door computes meanwhile what does not depend on it.
       of: the name of the operand in reports.
+      among: the logical axis of which the devices have parts, where these exchange something; None: what `axes` say.
     """
 
     operand: int
@@ -332,6 +335,7 @@ class Exchange(NamedTuple):
     backward: int = 0
     is_hidden: bool = False
     of: str = "keys"
+    among: str | None = None
 
 
 class InPlace(NamedTuple):
@@ -357,6 +361,7 @@ class DoorCost(NamedTuple):
       contracted_rows: the logical axes by which the parts of that sum lie.
       statistics: sums over devices that do not follow from axes.
       relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
+      hands_on: the first result has rows of the first operand: its gradients are summed as those of the operand are.
       exchanges: the collectives of operands that are sharded more before the door than in it.
       sums_gradients: the gradient of the first operand is summed over devices whole, and not scattered.
       counts_all_steps: `times` of products and passes cover all the engine's steps of one shape; other doors' `times`
@@ -375,6 +380,7 @@ class DoorCost(NamedTuple):
     contracted_rows: Axes = GATHERED
     statistics: tuple[Statistics, ...] = ()
     relays: bool = False
+    hands_on: bool = False
     exchanges: tuple[Exchange, ...] = ()
     sums_gradients: bool = False
     counts_all_steps: bool = False

@@ -1,5 +1,7 @@
 """A mixture of experts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,13 +15,21 @@ from jaxlm.models.doors import (
     gated,
     gather,
     linear,
+    passes_needed,
     route,
+    send_to_experts,
+    sends_rows,
     sort_by_expert,
     to_experts,
 )
+from jaxlm.models.doors.door import AxedArray
+from jaxlm.models.doors.expert_rows import ExpertRows
 from jaxlm.models.feed_forward.dense import DenseFeedForward
-from jaxlm.models.logical_axes import EXPERT_HIDDEN, EXPERT_TOKENS, GATHERED
+from jaxlm.models.feed_forward.passes import summed_passes
+from jaxlm.models.logical_axes import EXPERT_TOKENS, GATHERED, SENT_HIDDEN, Axes
 from jaxlm.models.parameters import Module, normal, param, state, zeros
+from jaxlm.models.quantized_matrix import QuantizedMatrix
+from jaxlm.models.recording import is_recording
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.parallel.collectives import summed_over_parts
 
@@ -56,28 +66,78 @@ class MixtureFeedForward(Module):
     def __call__(self, x_BTD: jax.Array, rows: RowContext) -> tuple[jax.Array, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both, and the terms and statistics of `balance`."""
         routes = route(x_BTD, self.router, self.choice, self.router_bias, self.selection_bias)
-        chosen = sort_by_expert(routes.index_BTk, rows.is_token_BT, self.settings.num_experts)
+        sends = sends_rows(len(x_BTD), self.settings.num_experts)
+        tokens = GATHERED if sends else EXPERT_TOKENS
         if self.to_latent is None:
-            inputs = gather(x_BTD, after=EXPERT_TOKENS)
+            inputs_BTL = gather(x_BTD, after=tokens)
         else:
-            (latent_BTL,) = linear(x_BTD, self.to_latent)
-            inputs = gather(latent_BTL, (*GATHERED[:2], "act_latent"), (*EXPERT_TOKENS[:2], "act_latent"))
-        if self.gate is None:
-            (up_PXRF,) = to_experts(inputs, chosen, self.up, biases=(self.up_bias,), names=("up",))
-            hidden_PXRF = activation(self.settings.activation, up_PXRF, axes=EXPERT_HIDDEN)
-        else:
-            biases, names = (self.up_bias, self.gate_bias), ("up", "gate")
-            up_PXRF, gate_PXRF = to_experts(inputs, chosen, self.up, self.gate, biases=biases, names=names)
-            hidden_PXRF = self._gated(gate_PXRF, up_PXRF)
-        output_BTD = from_experts(hidden_PXRF, chosen, routes.weights_BTk, self.down, self.down_bias)
+            (inputs_BTL,) = linear(x_BTD, self.to_latent)
+            if not sends:
+                inputs_BTL = gather(inputs_BTL, (*GATHERED[:2], "act_latent"), (*tokens[:2], "act_latent"))
+        of_experts = self._of_sent_rows if sends else self._of_gathered_tokens
+        output_BTD, statistics = of_experts(inputs_BTL, routes, rows.is_token_BT)
         if self.from_latent is not None:
             (output_BTD,) = linear(output_BTD, self.from_latent)
         if self.shared is not None:
             shared_BTD, _ = self.shared(x_BTD, rows)
             output_BTD += self._gated_shared(x_BTD, shared_BTD)
-        return output_BTD, balance(self.settings, routes, rows.is_token_BT)
+        return output_BTD, Auxiliary(statistics=statistics) | balance(self.settings, routes, rows.is_token_BT)
 
-    def _gated(self, gate_PXRF: jax.Array, up_PXRF: jax.Array) -> jax.Array:
+    def _of_gathered_tokens(
+        self, inputs_BTL: jax.Array, routes: Routes, is_token_BT: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the weighted sums of the experts of each token, of tokens of all devices that share out the experts,
+        and no statistics."""
+        chosen = sort_by_expert(routes.index_BTk, is_token_BT, self.settings.num_experts)
+        hidden_PXRF = self._hidden(self._experts, inputs_BTL, chosen)
+        return from_experts(hidden_PXRF, chosen, routes.weights_BTk, self.down, self.down_bias), {}
+
+    def _of_sent_rows(
+        self, inputs_BTL: jax.Array, routes: Routes, is_token_BT: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the weighted sums of the experts of each token, whose rows are sent to the devices of their experts,
+        and `expert_overflow`, 1 where more than one pass is needed, otherwise 0."""
+        graph, state = nnx.split(self._experts)
+        experts = self.settings.num_experts
+
+        def one(number: jax.Array, operands: tuple) -> jax.Array:
+            state, inputs_BTL, index_BTk, weights_BTk, is_token_BT = operands
+            matrices = nnx.merge(graph, state)
+            sent = send_to_experts(inputs_BTL, index_BTk, weights_BTk, is_token_BT, matrices["up"], number)
+            chosen = sort_by_expert(sent.index_BR1, None, experts, SENT_HIDDEN)
+            hidden_PXRF = self._hidden(matrices, sent.x_BRD, chosen, sent.of_parts)
+            return from_experts(hidden_PXRF, chosen, sent.weights_BR1, matrices["down"], matrices["down_bias"], sent)
+
+        operands = state, inputs_BTL, routes.index_BTk, routes.weights_BTk, is_token_BT
+        if is_recording():  # of one pass
+            return one(jnp.int32(0), operands), {}
+        passes = passes_needed(routes.index_BTk, is_token_BT, experts)
+        return summed_passes(one, passes, operands), {"expert_overflow": (passes > 1).astype(jnp.float32)}
+
+    @property
+    def _experts(self) -> dict[str, nnx.Param | QuantizedMatrix | None]:
+        """The matrices and biases of the experts."""
+        names = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
+        return {name: getattr(self, name) for name in names}
+
+    def _hidden(
+        self,
+        experts: dict[str, Any],
+        inputs_BTL: jax.Array,
+        chosen: ExpertRows,
+        of_parts: AxedArray | None = None,
+    ) -> jax.Array:
+        """Return the hidden numbers of the rows of experts, [P, X, R, F]."""
+        if experts["gate"] is None:
+            biases, names = (experts["up_bias"],), ("up",)
+            (up_PXRF,) = to_experts(inputs_BTL, chosen, experts["up"], biases=biases, names=names, of_parts=of_parts)
+            return activation(self.settings.activation, up_PXRF, axes=chosen.hidden)
+        biases, names = (experts["up_bias"], experts["gate_bias"]), ("up", "gate")
+        matrices = experts["up"], experts["gate"]
+        up_PXRF, gate_PXRF = to_experts(inputs_BTL, chosen, *matrices, biases=biases, names=names, of_parts=of_parts)
+        return self._gated(gate_PXRF, up_PXRF, chosen.hidden)
+
+    def _gated(self, gate_PXRF: jax.Array, up_PXRF: jax.Array, axes: Axes) -> jax.Array:
         """Return activation(gate) ⊙ up, limited, sloped and offset as the settings say."""
         settings = self.settings
         if settings.clamp is not None:
@@ -87,7 +147,7 @@ class MixtureFeedForward(Module):
             up_PXRF = up_PXRF + settings.up_offset
         if settings.gate_slope is not None:
             return gate_PXRF * jax.nn.sigmoid(settings.gate_slope * gate_PXRF) * up_PXRF
-        return gated(settings.activation, gate_PXRF, up_PXRF, EXPERT_HIDDEN)
+        return gated(settings.activation, gate_PXRF, up_PXRF, axes)
 
     def _gated_shared(self, x_BTD: jax.Array, shared_BTD: jax.Array) -> jax.Array:
         """Return the output of the shared experts times their gate, if they have one."""

@@ -393,7 +393,7 @@ class Workload:
 
     @property
     def expert_way(self) -> ExpertWay:
-        """How tokens reach the devices of their experts: all are gathered in inference, and where the mesh does not
+        """The way of tokens to the devices of their experts: all are gathered in inference, and where the mesh does not
         divide the rows of a microbatch, so that each device has all of them."""
         if self.kind != "train" or self.row_shards() == 1:
             return "gather"

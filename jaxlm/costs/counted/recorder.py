@@ -33,6 +33,7 @@ from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.door import MARKER, Marker
 from jaxlm.models.doors.elementwise import BETWEEN_DOORS, READS
 from jaxlm.models.execution_config import ExecutionConfig, ExpertWay
+from jaxlm.models.expert_parallel import GATHERED
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
@@ -176,7 +177,7 @@ def record(
     of_text: ObjectiveConfig = _NEXT_TOKEN,
     in_loop: bool = True,
     quantized: Quantization | None = None,
-    expert_way: ExpertWay = "gather",
+    expert_way: ExpertWay = GATHERED,
 ) -> Recording:
     """Record the forward pass of a training step over one row of this many tokens, perhaps of a model with adapters or
     quantised matrices, up to its objective of text. Unless `in_loop` the layers are written out, and the first of equal

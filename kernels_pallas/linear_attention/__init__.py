@@ -97,7 +97,7 @@ def state_space(
     return _run("state_space", arrays, {"skip": skip}, state, is_token, begins, chunk, implementation)
 
 
-def kernel_of(name: str, query: jax.Array, chunk: int, chip: TargetChip) -> str | None:
+def kernel_of(name: str, query: jax.Array | jax.ShapeDtypeStruct, chunk: int, chip: TargetChip) -> str | None:
     """Return the kernel that runs on a chip where none is named, or None where XLA computes.
 
     `query`: an array, or its shape and dtype.
@@ -161,7 +161,7 @@ def _run(
     return by_recurrence(*operands) if chosen == "reference" else in_chunks(*operands, chunk=chunk)
 
 
-def _unsupported_reason(query: jax.Array, chunk: int, chip: TargetChip) -> str | None:
+def _unsupported_reason(query: Any, chunk: int, chip: TargetChip) -> str | None:
     """Return why no kernel computes a call on a chip, or None."""
     if chunk < _LEAST_CHUNK or chunk & (chunk - 1):
         return f"chunks of {chunk} tokens are no power of two from {_LEAST_CHUNK} on"

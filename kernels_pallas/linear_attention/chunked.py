@@ -1,7 +1,7 @@
 """Linear attention by a kernel, with a kernel for its gradients."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def by_kernel(
     return jnp.swapaxes(outputs, 1, 2)[:, : arrays[0].shape[1]], last
 
 
-def kernel_costs(query: jax.Array, value: jax.Array, chunk: int, *, is_delta: bool) -> KernelCosts:
+def kernel_costs(query: Any, value: Any, chunk: int, *, is_delta: bool) -> KernelCosts:
     """Return the costs of the kernels: the forward pass, which writes the state before each chunk, and the backward
     pass, which reads these and computes the chunks again.
 

@@ -1,5 +1,6 @@
 """The recurrent kinds of [model.attention]: alone against the papers in NumPy, and in hybrids with attention."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from engine_fixtures import SMALL, check_pages
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from markers import ELSEWHERE
 from matrices import sampled
 from model_fixtures import silu
@@ -31,6 +33,8 @@ from jaxlm.models import tree
 from jaxlm.models.attention import attention
 from jaxlm.models.cache import OwnTokens
 from jaxlm.models.doors import Dropout
+from jaxlm.models.doors.scan import ChunkRows, scan
+from jaxlm.models.recurrences import convolution
 from jaxlm.models.rows import RowContext
 from jaxlm.parallel.rules import ENGINE
 from jaxlm.training.step import TrainStep
@@ -339,6 +343,27 @@ def test_the_engine_draws_what_the_full_pass_draws(name, sizes):
     check_pages(engine)
 
 
+@ELSEWHERE
+@pytest.mark.parametrize("target", ["h200-sxm:1", "tpu-v5e:1x1"])
+def test_a_short_convolution_is_one_pass_with_its_activation(target):
+    """XLA makes one kernel of the taps, documents and activation: it needs no kernel of ours forward."""
+    mesh = meshes.make(1, 1, 1, devices=targets.devices(Target.parse(target)))
+    whole, (B, T, D) = NamedSharding(mesh, PartitionSpec()), (4, 512, 1024)
+    shapes = ((B, T, D), jnp.bfloat16), ((4, D), jnp.float32), ((B, T), jnp.bool_), ((B, T), jnp.bool_)
+    x_BTD, weights, *rows = (jax.ShapeDtypeStruct(*each, sharding=whole) for each in shapes)
+
+    def convolve(x_BTD, weights, *rows):
+        recurrence = convolution.short_convolution((weights, (None, None)), None, "tail", x_BTD.dtype)
+        inputs = x_BTD, ("batch", "sequence", None)
+        return scan(recurrence, recurrence.initial_states(B), ChunkRows(*rows), inputs)[0]
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(convolve).lower(x_BTD, weights, *rows).compile()
+    entry = compiled.as_text().partition("ENTRY")[2]
+    assert len(re.findall(rf" = \(?\w+\[{B},5\d\d,{D}\]\S* (?!parameter)", entry)) == 1
+    assert compiled.memory_analysis().temp_size_in_bytes < B * T * D / 8
+
+
 FILE = """
 [model]
 base = "quickstart"
@@ -377,8 +402,10 @@ SIZES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("workload_kind", ["train", "prefill", "decode"])
 @pytest.mark.parametrize("kind", SIZES)
-def test_the_compiled_step_has_the_counted_flops(kind, workload_kind, tmp_path):
-    file, target = tmp_path / "mine.toml", Target.parse("h200-sxm:4")
+@pytest.mark.parametrize("target", ["h200-sxm:4", "tpu-v5e:2x2"])
+def test_the_compiled_step_has_the_counted_flops(target, kind, workload_kind, tmp_path):
+    """On a TPU by the kernel of linear attention, which declares its FLOPs."""
+    file, target = tmp_path / "mine.toml", Target.parse(target)
     file.write_text(FILE % SIZES[kind])
     mesh = meshes.make(2, 1, 2, devices=targets.devices(target))
     found = report.compile(load(file, [], workload_kind), workload_kind, target, mesh, False).report

@@ -221,7 +221,7 @@ def _of_kernels(kernels: Sequence[tuple[ScanKernel, int]], training: bool) -> di
         KernelCost(*(sum(times * getattr(kernel.costs, way)[i] for kernel, times in kernels) for i in range(3)))
         for way in ("forward", "backward")
     )
-    gradients = tuple(each.gradients for each in products) if training else ()
+    gradients = tuple(each.gradients or (True, True) for each in products) if training else ()
     again = products if training else ()
     return {"products": products, "kernel": ProductKernel(kernels[0][0].name, KernelCosts(*summed), again, gradients)}
 

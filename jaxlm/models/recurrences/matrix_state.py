@@ -54,7 +54,7 @@ def _kernel(name: str, chip: TargetChip, arrays: Sequence[jax.ShapeDtypeStruct],
         *[Product(batch, C, C, V)] * reads,
         Product(batch, H, C, V),
     ]
-    gradients = [DoorProduct(each, 0, gradients=(True, True)) for each in products]
+    gradients = [DoorProduct(each, 0) for each in products]
     steps = 2 * max(C.bit_length() - 2, 0) if is_delta else 0
     inverse = [DoorProduct(Product(batch * steps, C, C, C), 0, gradients=(False, False))] * is_delta
     costs = kernel_costs(query, value, chunk, is_delta=is_delta)

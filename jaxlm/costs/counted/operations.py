@@ -22,6 +22,7 @@ from jaxlm.costs.counted.layer_stacks import stack_copies
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.counted.traced import traced_work
 from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.memoized import memoized
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, PassKind, Product, Traced, VisibleFraction
@@ -161,7 +162,9 @@ def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Op
     forward = [*products_forward, *(_beside(use, part, "forward") for part in parts)]
     yield from forward
     if device.runs_twice(use):
-        yield from (op.in_phase("rematerialised") for op in forward)
+        runs = use.times - (use.results[0] in _unread_again(device))
+        again_on_stage = (op._replace(times=op.times * runs // use.times) for op in forward)
+        yield from (op.in_phase("rematerialised") for op in again_on_stage if runs)
     if device.work.remat != "none" and use.layer is not None:
         reruns = not again.isdisjoint(use.results)
         yield from (op.in_phase("rematerialised") for op in forward if _reruns(op, reruns) and (reruns or trains))
@@ -220,6 +223,19 @@ def _run_again(device: DeviceStep) -> set[int]:
         uses = [use for use in recording.by_layer[layer] if device.trains(use)]
         again |= recording.run_again(layer, [value for use in uses for value in device.saved(use)], kept)
     return again
+
+
+@memoized
+def _unread_again(device: DeviceStep) -> frozenset[int]:
+    """Return the first results, in the last layer of a chunk, that its second forward pass does not compute: nothing
+    reads them. In a loop over layers each computes what the next one reads."""
+    if device.work.execution.in_loop:
+        return frozenset()
+    last = max(device.of_stages)
+    uses = device.recording.by_layer[last]
+    wanted = [value for use in uses if device.trains(use) for value in device.saved(use)]
+    read = device.recording.run_again(last, wanted, frozenset())
+    return frozenset(use.results[0] for use in uses if read.isdisjoint(use.results))
 
 
 def _reruns(op: Operation, reruns: bool) -> bool:

@@ -309,7 +309,7 @@ def _convolutions(r: random.Random, base: Settings) -> Settings:
 
 
 def _qwen3_next(r: random.Random) -> Settings:
-    base = _decoder(r, (0.25, 0.5), **_experts(r, "num_experts", "moe_intermediate_size"))
+    base = _decoder(r, (0.5,), **_experts(r, "num_experts", "moe_intermediate_size"))
     dense = [layer for layer in range(base["num_hidden_layers"] - 1) if r.random() < 0.3]
     own = {"shared_expert_intermediate_size": r.choice((24, 44)), "mlp_only_layers": dense}
     return _gated_delta(r, base) | own | _flags(r, "norm_topk_prob")
@@ -424,7 +424,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "qwen3": lambda r: _qwen(r) | _flags(r, "attention_bias"),
     "qwen3_moe": lambda r: _qwen_moe(r, False, "attention_bias"),
     "qwen3_5_moe_text": lambda r: _without(_qwen3_next(r), ["mlp_only_layers", "norm_topk_prob"]),
-    "qwen3_5_text": lambda r: _gated_delta(r, _decoder(r, (0.25, 0.5))),
+    "qwen3_5_text": lambda r: _gated_delta(r, _decoder(r, (0.5,))),
     "qwen3_next": _qwen3_next,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,

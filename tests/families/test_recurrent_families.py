@@ -183,3 +183,16 @@ def test_an_import_keeps_layers_for_multi_token_prediction_that_no_key_counts(tm
     assert back.config == facts["config"] and back.stored.keys() == weights.keys() | further.keys()
     for key in back.stored:
         assert back.stored[key].read().tobytes() == found.stored[key].read().tobytes(), key
+
+
+def test_the_text_part_of_a_model_of_text_and_pictures_is_read_with_its_further_layers(tmp_path):
+    facts, _ = loud.read("qwen3_5")
+    weights = loud.weights(facts, "loud")
+    nested = {key.replace("model.", "model.language_model.", 1): x for key, x in weights.items()}
+    further = {"mtp.fc.weight": np.ones((2, 4), np.float32)}
+    pictures = {"model.visual.patch_embed.proj.weight": np.ones((2, 3), np.float32)}
+    settings = {"model_type": "qwen3_5", "text_config": facts["config"], "vision_config": {"depth": 2}}
+    found = PublishedModel(save(tmp_path, settings, nested | further | pictures))
+    assert found.tensors.keys() == weights.keys() and found.mtp_tensors.keys() == further.keys()
+    for key, x in weights.items():
+        np.testing.assert_array_equal(found.stored[key].read(), x)

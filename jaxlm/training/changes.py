@@ -11,6 +11,7 @@ from jaxlm.training.config import RunConfig
 _FREE = (
     *("import", "evaluation.*", "checkpoint.*", "records.*", "mesh.*", "inference.*"),
     *(f"execution.{name}" for name in ("remat", "scan_layers", "kernels", "deterministic", "compiler_options*")),
+    *("execution.context_parallel", "execution.expert_parallel", "execution.pipeline_*"),
     *(f"training.{name}" for name in ("steps", "epochs", "log_every", "max_skipped_in_a_row", "microbatches")),
     *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),
 )

@@ -49,6 +49,7 @@ BOUND = {
 SAME_RUN = [
     *("training.steps=80", "training.log_every=5", "training.max_skipped_in_a_row=3", "training.microbatches=2"),
     *("execution.remat=full", "execution.scan_layers=false", "execution.kernels=xla", "mesh.data=2"),
+    *("execution.context_parallel=gather", "execution.pipeline_rounds=2", "execution.pipeline_gather=step"),
     *("evaluation.every=7", "evaluation.batches=3", "checkpoint.every=3", "checkpoint.keep=9"),
     *("inference.sequences=2", "inference.context=16", "inference.page=64", "inference.cache_memory=1GiB"),
     *("inference.length=8", "inference.prompt=8", "inference.chunk_tokens=64", "records.norms_every=5"),

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlm.models.doors.door import AxedArray
 from jaxlm.models.doors.expert_rows import PARTS
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.partition import constrain, shards_of
 
+PlacedArray = tuple[jax.Array, Axes]  # an array with its logical axes
 Experts = nnx.Param | QuantizedMatrix  # [E, outputs, inputs], or values and scales, whose inputs stand first
 
 
-def for_parts(x_BTD: jax.Array, axes: Axes, matrix: Experts, parts: Sequence[str]) -> AxedArray | None:
+def for_parts(x_BTD: jax.Array, axes: Axes, matrix: Experts, parts: Sequence[str]) -> PlacedArray | None:
     """Return x [*parts, B, T, D] for the devices that have parts of the experts or of their hidden channels; None where
     there is one.
 

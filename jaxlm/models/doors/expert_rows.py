@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +71,17 @@ def sort_by_expert(
       hidden: the logical axes of the rows' hidden numbers. With those of EXPERT_HIDDEN the tokens are of all devices
         that share out the experts; with SENT_HIDDEN each device has rows of its own experts.
     """
-    return ExpertRows(*_sort(index_BTk, is_token_BT, num_experts, hidden), hidden)
+    order_PXR, place_PXR, sizes_PXE = _sort(index_BTk, is_token_BT, num_experts, hidden)
+    return ExpertRows(order_PXR, place_PXR, sizes_PXE, hidden)
 
 
 def _sort_signature(
     index_BTk: jax.Array, is_token_BT: jax.Array | None, num_experts: int, hidden: Axes = EXPERT_HIDDEN
 ) -> Signature:
     B, T, k = index_BTk.shape
-    row = jax.ShapeDtypeStruct((B, 1, T * k), jnp.int32)
-    like = ExpertRows(row, row, jax.ShapeDtypeStruct((1, 1, num_experts), jnp.int32), hidden)
+    row: Any = jax.ShapeDtypeStruct((B, 1, T * k), jnp.int32)
+    sizes: Any = jax.ShapeDtypeStruct((1, 1, num_experts), jnp.int32)
+    like = ExpertRows(row, row, sizes, hidden)
     operands = [(index_BTk, (*like.tokens, None)), (is_token_BT, like.tokens)]
     return Signature(operands, like.operands, {"num_experts": num_experts, "is_sent": like.is_sent})
 

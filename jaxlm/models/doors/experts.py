@@ -30,8 +30,16 @@ from jaxlm.models.doors.cost import (
     Workspace,
     loop,
 )
-from jaxlm.models.doors.door import AxedArray, Signature, door
-from jaxlm.models.doors.expert_matrices import Experts, arrays_of, for_parts, num_experts, output_axis, outputs_of
+from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.expert_matrices import (
+    Experts,
+    PlacedArray,
+    arrays_of,
+    for_parts,
+    num_experts,
+    output_axis,
+    outputs_of,
+)
 from jaxlm.models.doors.expert_rows import OWN_CHOICES, PARTS, SPREAD, ExpertRows, collect, gathered, spread
 from jaxlm.models.doors.quantized_linear import parts_of, served_by
 from jaxlm.models.doors.sent_rows import SentRows, exchanged, home_operands, sent_home, sent_rows
@@ -57,7 +65,7 @@ def to_experts(
     *matrices: Experts,
     biases: Sequence[nnx.Param | None] = (),
     names: Sequence[str] = (),
-    of_parts: AxedArray | None = None,
+    of_parts: PlacedArray | None = None,
 ) -> tuple[jax.Array, ...]:
     """Return x · matrix (+ bias [E, F]) of each expert's rows for each matrix [E, F, D], [P, X, R, F] in x's dtype.
     Matrices may be quantised.
@@ -185,7 +193,7 @@ def _to_experts(
     matrix: Experts,
     bias: nnx.Param | None,
     axes: Axes,
-    of_parts: AxedArray | None,
+    of_parts: PlacedArray | None,
 ) -> jax.Array:
     multiply, gathers = _multiplied(matrix, rows), _gathers(_weights(matrix, bias))
     parts = len(arrays_of(matrix))
@@ -325,7 +333,8 @@ def _from_experts(
 
         y_ND = collect(product(hidden[0, 0], weights_BTk, *weights), token_R, place_Nk)
         if at_home:
-            return (sent_home(y_ND, *at_home, by_expert)[None],)
+            choice_BR, slot_BTk = at_home
+            return (sent_home(y_ND, choice_BR, slot_BTk, by_expert)[None],)
         y_BTD = y_ND.reshape(*weights_BTk.shape[:2], -1)
         return (own.scattered_sum(y_BTD, by_expert)[None],)
 

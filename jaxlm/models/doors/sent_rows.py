@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxlm.models import kernels
 from jaxlm.models.doors.cost import DoorCost, Exchange, Local, LocalArray, Saved, loop
-from jaxlm.models.doors.door import AxedArray, Signature, door
-from jaxlm.models.doors.expert_matrices import Experts, for_parts, num_experts
+from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.expert_matrices import Experts, PlacedArray, for_parts, num_experts
 from jaxlm.models.doors.expert_rows import OWN_CHOICES, PARTS, SORT, SPREAD, collect, sorted_by, spread
 from jaxlm.models.expert_parallel import ROOM
 from jaxlm.models.logical_axes import Axes
@@ -21,7 +21,7 @@ from jaxlm.models.recording import is_recording
 from jaxlm.parallel.collectives import axes_over, largest_on_shards, on_each_device
 from jaxlm.parallel.partition import shards_of
 
-_TOKENS = OWN_CHOICES[:2]
+_TOKENS = ("batch", "sequence")
 
 
 class SentRows(NamedTuple):
@@ -40,7 +40,7 @@ class SentRows(NamedTuple):
     """
 
     x_BRD: jax.Array
-    of_parts: AxedArray | None
+    of_parts: PlacedArray | None
     index_BR1: jax.Array
     weights_BR1: jax.Array
     choice_BR: jax.Array
@@ -122,7 +122,7 @@ def _signature(
     number: jax.Array | int,
     experts: int,
     axes: Axes,
-    of_parts: AxedArray | None,
+    of_parts: PlacedArray | None,
 ) -> Signature:
     B, T, k = index_BTk.shape
     R = -(-T * k * ROOM.numerator // ROOM.denominator)
@@ -161,7 +161,7 @@ def _send(
     number: jax.Array | int,
     experts: int,
     axes: Axes,
-    of_parts: AxedArray | None,
+    of_parts: PlacedArray | None,
 ) -> tuple[jax.Array, ...]:
     over, devices = axes_over(PARTS[0], experts), shards_of(PARTS[0], experts)
 

@@ -22,13 +22,12 @@ from jaxlm.models.doors import (
     sort_by_expert,
     to_experts,
 )
-from jaxlm.models.doors.door import AxedArray
+from jaxlm.models.doors.expert_matrices import PlacedArray
 from jaxlm.models.doors.expert_rows import ExpertRows
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.feed_forward.passes import summed_passes
 from jaxlm.models.logical_axes import EXPERT_TOKENS, GATHERED, SENT_HIDDEN, Axes
 from jaxlm.models.parameters import Module, normal, param, state, zeros
-from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.models.recording import is_recording
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.parallel.collectives import summed_over_parts
@@ -115,7 +114,7 @@ class MixtureFeedForward(Module):
         return summed_passes(one, passes, operands), {"expert_overflow": (passes > 1).astype(jnp.float32)}
 
     @property
-    def _experts(self) -> dict[str, nnx.Param | QuantizedMatrix | None]:
+    def _experts(self) -> dict[str, Any]:
         """The matrices and biases of the experts."""
         names = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
         return {name: getattr(self, name) for name in names}
@@ -125,7 +124,7 @@ class MixtureFeedForward(Module):
         experts: dict[str, Any],
         inputs_BTL: jax.Array,
         chosen: ExpertRows,
-        of_parts: AxedArray | None = None,
+        of_parts: PlacedArray | None = None,
     ) -> jax.Array:
         """Return the hidden numbers of the rows of experts, [P, X, R, F]."""
         if experts["gate"] is None:

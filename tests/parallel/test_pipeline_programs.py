@@ -1,0 +1,70 @@
+"""Compiled programs of pipelines: what stages send is counted, and memory is that of any number of microbatches."""
+
+import jax
+import jax.numpy as jnp
+import meshes
+import model_fixtures
+import pytest
+from markers import ELSEWHERE
+from workload_fixtures import workload
+
+from jaxlm.costs.counted import traffic
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import collectives, hlo, targets
+from jaxlm.parallel.batches import PER_TOKEN, axes_of
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.partition import named_sharding
+from jaxlm.training.step import TrainStep
+
+LENGTH = 64
+CHIPS = {"tpu": "tpu-v5e:2x2", "cuda": "h100-sxm5:4"}
+LAYOUT = Layout(pipeline=2, fsdp=2)
+SETTINGS = {"remat": "full", "kernels": "xla", "scan_layers": True, "dtype": "bfloat16"}
+MODEL = model_fixtures.model(context_length=LENGTH, num_layers=4, d_model=128)
+
+
+def compiled(platform, microbatches):
+    """Return a compiled step whose microbatches have four rows, of two on each shard."""
+    mesh = meshes.make(pipeline=2, fsdp=2, devices=targets.devices(Target.parse(CHIPS[platform])))
+    rows = 4 * microbatches
+    sections = model_fixtures.sections(batch=rows, sequence=LENGTH, microbatches=microbatches, **SETTINGS)
+    steps = TrainStep(MODEL, *sections, model_fixtures.optimization())
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(steps.init),
+        steps.shardings(mesh),
+    )
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (rows, LENGTH), jnp.int32, sharding=named_sharding(axes_of(name), (rows, LENGTH), mesh)
+        )
+        for name in PER_TOKEN
+    }
+    with jax.set_mesh(mesh):
+        return steps.jitted(mesh).train.lower(state, batch).compile()
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", CHIPS)
+def test_stages_send_the_residual_and_keep_their_parameters(platform):
+    """Memory is that of four microbatches with eight."""
+    programs = {n: compiled(platform, n) for n in (4, 8)}
+    for n, program in programs.items():
+        found = collectives.collectives(hlo.parse(program.as_text()), LAYOUT)
+        work = workload("train", MODEL, 4 * n, LENGTH, layout=LAYOUT, microbatches=n, **SETTINGS)
+        counted = [each for each in traffic.collectives(work) if each.kind == "collective-permute"]
+        sent = [(each.axes, each.count, each.bytes) for each in found if each.kind == "collective-permute"]
+        residual = 2 * 2 * LENGTH * MODEL.d_model
+        assert sum(each.times for each in counted) == 2 * work.ticks.passes
+        assert {axes for axes, _, _ in sent} == {("pipeline",)}
+        # CUDA programs may send both ways at once.
+        assert {size for _, _, size in sent} <= ({residual} if platform == "tpu" else {residual, 2 * residual})
+        assert sum(count * size for _, count, size in sent) == sum(each.times * each.bytes for each in counted)
+        assert all(each.spans_axes for each in found if each.kind == "collective-permute")
+        # What all stages have together is a table of the vocabulary, of which each has a part, and never its layers.
+        gathered = {each.bytes for each in found if each.kind == "all-gather" and "pipeline" in each.axes}
+        assert max(gathered, default=0) <= residual
+    of_4, of_8 = (program.memory_analysis().temp_size_in_bytes for program in programs.values())
+    assert of_8 == pytest.approx(of_4, rel=0.05)

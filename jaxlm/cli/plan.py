@@ -188,6 +188,14 @@ def _show(plan: "Plan") -> None:
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
     table.add("mesh", f"{work.layout}{trained}")
+    if stages := row.get("stages"):
+        slots = stages["count"] * stages["rounds"] * stages["slots"]
+        idle = (
+            f"{stages['idle_slots']} of {slots} slots without a layer"
+            if stages["idle_slots"]
+            else "as many layers on each"
+        )
+        table.add("stages", f"{stages['count']}, {idle}; {stages['bubble']:.1%} of passes are idle")
     if other := plan.stack.changes():
         table.add("stack", ", ".join(f"{key}={value}" for key, value in other.items()))
     if plan.layers is not None:
@@ -222,6 +230,11 @@ def _show(plan: "Plan") -> None:
     )
     bracket = f"{units.seconds(time.low)} to {units.seconds(time.upper_bound)}"
     table.add("time, expected", f"{units.seconds(time.expected)} a step, within {bracket}")
+    if sent := row.get("sent"):
+        waits, hidden = units.seconds(sent["exposed_s"]), units.seconds(sent["hidden_s"])
+        table.add(
+            "sent", f"{units.size(sent['bytes'])} on each device: {waits} waited for, {hidden} behind computation"
+        )
     if outer := row.get("outer_step"):
         sent, took = units.size(outer["bytes"]), units.seconds(outer["time_s"])
         every = f"every {outer['period']:,} steps {outer['replicas']} replicas sum {sent} each"

@@ -151,14 +151,27 @@ class Plan:
         sizes = {"count": work.stages, "rounds": work.rounds, "slots": staged.slots, "idle_slots": staged.idle}
         return {"stages": {**sizes, "passes": ticks.passes, "bubble": ticks.bubble, "kept_inputs": ticks.kept}}
 
+    def _sent(self) -> dict[str, Any]:
+        """Return the collectives of a training step as JSON, under `sent`: bytes on one device, and the seconds that
+        computation does not hide (`exposed_s`) and hides; empty without any, and for other software's pipeline."""
+        sent = round(sum(each.times * each.bytes for each in collectives(self.work)))
+        if self.work.kind != "train" or not sent or self.stack.pipeline.stages > 1:
+            return {}
+        exposed = sum(part.seconds for name, part in self.time.parts.items() if name.startswith("exposed "))
+        return {"sent": {"bytes": sent, "exposed_s": exposed, "hidden_s": self.time.hidden}}
+
     def _of_its_kind(self) -> dict[str, Any]:
         match self.work.kind:
             case "train":
-                run = self._of_local_sgd() | {
-                    "steps": self.work.steps,
-                    "run_s": self.run_s,
-                    "usd_per_run": self.usd_per_run,
-                }
+                run = (
+                    self._sent()
+                    | self._of_local_sgd()
+                    | {
+                        "steps": self.work.steps,
+                        "run_s": self.run_s,
+                        "usd_per_run": self.usd_per_run,
+                    }
+                )
                 return {"layers": self.layers and self.layers.row(), **run}
             case "prefill":
                 return {"time_to_first_token_s": self.time.expected, **self._of_the_engine()}

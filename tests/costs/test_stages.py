@@ -1,5 +1,6 @@
 """The counted step of a model whose layers lie on the stages of a pipeline."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from workload_fixtures import workload
 
 from jaxlm import config
+from jaxlm.cli import main
+from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.between_stages import slot_numbers
@@ -145,3 +148,14 @@ def test_a_plan_says_its_bubble():
     share = parts["pipeline bubble"] / sum(parts.values())
     # The loss and the optimizer have no bubble.
     assert 0.75 * 3 / 19 < share < 3 / 19
+
+
+def test_a_plan_says_what_its_stages_wait_for(capsys):
+    """Of 126 layers on eight stages two have one less."""
+    arguments = ["llama3.1-405b", "--on", "h100-sxm5:64", "--mesh", "pipeline=8,fsdp=8", "training.microbatches=16"]
+    assert main(["plan", *arguments, "training.batch=128"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stages 8, 2 of 128 slots without a layer; 30.4% of passes are idle" in said
+    assert main(["plan", *arguments, "training.batch=128", "--json"]) == 0
+    sent = json.loads(capsys.readouterr().out)["sent"]
+    assert f"sent {units.size(sent['bytes'])} on each device: {units.seconds(sent['exposed_s'])} waited for" in said

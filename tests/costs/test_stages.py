@@ -151,7 +151,7 @@ def test_a_plan_says_its_bubble():
 
 
 def test_a_plan_says_what_its_stages_wait_for(capsys):
-    """Of 126 layers on eight stages two have one less."""
+    """Two of eight stages have 15 of 126 layers, the others 16."""
     arguments = ["llama3.1-405b", "--on", "h100-sxm5:64", "--mesh", "pipeline=8,fsdp=8", "training.microbatches=16"]
     assert main(["plan", *arguments, "training.batch=128"]) == 0
     said = " ".join(capsys.readouterr().out.split())

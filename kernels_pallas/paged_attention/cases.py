@@ -174,6 +174,18 @@ CASES = (
     ),
     _case("latents, 8 × 2048, 16/1 × 576", sequences=8, heads=(16, 1), width=(576, 512), is_part=True, **_CHIPS),
     _case("latents, 8 × 2048, 128/1 × 576", sequences=8, heads=(128, 1), width=(576, 512), is_part=True, **_CHIPS),
+    # A token and four drafts of each sequence.
+    _case("8 × 5, 2048, 32/8 × 128", sequences=8, queries=5, heads=(32, 8), width=(128, 128), **_CHIPS),
+    _case(
+        "8 × 5, 2048, 32/8 × 128, int8",
+        sequences=8,
+        queries=5,
+        heads=(32, 8),
+        width=(128, 128),
+        scaled="int8",
+        **_CHIPS,
+    ),
+    _case("latents, 8 × 5, 2048, 16/1 × 576", sequences=8, queries=5, heads=(16, 1), width=(576, 512), **_LATENTS),
     _case("latents, 16 tiles of 32, 2048", sequences=16, queries=32, heads=(16, 1), width=(576, 512), **_LATENTS),
     _case("16 tiles of 32, 2048, 32/8 × 128", sequences=16, queries=32, heads=(32, 8), width=(128, 128), **_CHIPS),
 )

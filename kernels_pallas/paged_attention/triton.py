@@ -117,6 +117,7 @@ def _sums_of_lanes(
     parts = [_ChannelPart(first, size, pl.next_power_of_2(max(size, TILE))) for first, size in channels]
     padded_H = max(part.first + part.padded for part in parts)
     is_run = 1 < T <= FEW_QUERIES  # a token and its drafts, whose keys and values those before them do not see
+    holds_nan = jnp.issubdtype(key.dtype, jnp.floating)  # of integers the scales alone may be NaN
 
     chip = target.current()
     by_bytes = key.dtype == jnp.float8_e4m3fn and chip.platform == "gpu" and not is_converted(chip.compute_capability)
@@ -171,7 +172,7 @@ def _sums_of_lanes(
             else:
                 numbers, axis = _columns(value[0], is_own, _ChannelPart(0, V, padded_V), page, at), 0
                 numbers = widened(numbers) if of_scales else numbers
-            if is_run:
+            if is_run and holds_nan:
                 # A draft may be NaN too. Rows that see it get NaN by their sum of weights; for others it is 0.
                 zeros = numbers.astype(jnp.float32) * 0.0
                 weight_sum += jnp.sum(jnp.where(seen, jnp.sum(zeros, axis=1 - axis)[None], 0.0), axis=1)

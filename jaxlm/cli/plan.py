@@ -219,6 +219,11 @@ def _show(plan: "Plan") -> None:
     for name, size in parts.items():
         table.add(f"memory, {name}", units.memory(size))
     table.add("memory", against_capacity(memory.total, plan.capacity))
+    if not plan.fits:
+        from jaxlm.lowering.suggestions import suggest
+
+        helps = suggest(plan, memory.total)
+        table.add("try", "; or ".join(helps) or "more chips: no counted setting lowers this enough")
     table.add(
         "time, napkin",
         f"{units.seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",

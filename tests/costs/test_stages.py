@@ -1,6 +1,7 @@
 """The counted step of a model whose layers lie on the stages of a pipeline."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -159,3 +160,9 @@ def test_a_plan_says_what_its_stages_wait_for(capsys):
     assert main(["plan", *arguments, "training.batch=128", "--json"]) == 0
     sent = json.loads(capsys.readouterr().out)["sent"]
     assert f"sent {units.size(sent['bytes'])} on each device: {units.seconds(sent['exposed_s'])} waited for" in said
+
+
+def test_a_plan_that_does_not_fit_says_what_would_help(capsys):
+    mesh = ["--on", "h100-sxm5:64", "--mesh", "pipeline=8,fsdp=8", "training.microbatches=4", "training.batch=128"]
+    assert main(["plan", "llama3.1-70b", *mesh]) == 0
+    assert re.search(r"^try +execution.remat=full \([\d.]+ GiB\)", capsys.readouterr().out, re.M)

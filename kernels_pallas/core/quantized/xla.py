@@ -89,7 +89,8 @@ def _in_blocks_of_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, ki
             sums += jax.lax.dot_general(side, numbers, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
         return None, sums * scales.T if groups == 1 else sums
 
-    width = min(N, max(1, _BLOCK // x.shape[1]))
+    # Two blocks at least: XLA joins a single one with what is added to the result, which then is rounded otherwise.
+    width = min(max(1, N // 2), max(1, _BLOCK // x.shape[1]))
     whole = N // width * width
     blocks = (each[:whole].reshape(whole // width, width, -1) for each in (values, per_output))
     _, sums = jax.lax.scan(one, None, tuple(blocks))

@@ -41,6 +41,7 @@ class Family:
       repeats: by a key that the family does not read, the key whose value it may repeat.
       prefixes: by the prefix of tensor names in some files, the prefix that the rules have.
       outer: keys of rotary positions that are also written outside of `rope_parameters`.
+      layer_lists: keys with an entry for each layer, which say how many layers there are where no number does.
       bases: the number of files that the family's file builds on.
     """
 
@@ -61,6 +62,7 @@ class Family:
     repeats: Mapping[str, str]
     prefixes: Mapping[str, str]
     outer: frozenset[str]
+    layer_lists: tuple[str, ...]
     bases: int
 
     def renamed(self, name: str) -> str:
@@ -147,12 +149,14 @@ def _family(name: str) -> Family:
         repeats=description.get("repeats", {}),
         prefixes=description.get("prefixes", {}),
         outer=frozenset(description.get("outer", ())),
+        layer_lists=tuple(description.get("layer_lists", ())),
         bases=_bases(name),
     )
 
 
-def _rules(lines: Mapping[str, str]) -> tuple[TensorRule, ...]:
-    return tuple(TensorRule.parse(tensor, line) for tensor, line in lines.items())
+def _rules(lines: Mapping[str, str | list[str]]) -> tuple[TensorRule, ...]:
+    """Return the rules of lines. A tensor with several has one for each form of a layer that the family has."""
+    return tuple(TensorRule.parse(tensor, line) for tensor, all_lines in lines.items() for line in _all(all_lines))
 
 
 def _bases(name: str) -> int:

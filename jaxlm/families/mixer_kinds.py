@@ -77,14 +77,16 @@ class RecurrentLayers:
       keys: by key of config.json, the key of the section with the same value.
       types: names in `layer_types` of the recurrent layers, the first of which is written.
       name: of these layers in a pattern.
-      older: the key of older files.
+      older: the key of older files; None where the class has recurrent layers alone without `layer_types`.
+      attention: the name in `layer_types` of layers of attention that is written.
     """
 
     section: type[AttentionConfig]
     keys: Mapping[str, str]
     types: tuple[str, ...]
     name: str
-    older: OlderKey
+    older: OlderKey | None
+    attention: str = _ATTENTION[0]
 
     def read(self, entries: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Take the keys of recurrent layers out of `entries`, and return what each layer changes of [model].
@@ -92,14 +94,18 @@ class RecurrentLayers:
         Raises InputError for a kind of layer that the family does not have, and where `layer_types` and the older key
         say otherwise.
         """
-        layers, types, older = values["num_layers"], entries.pop(_TYPES, None), entries.pop(self.older.name, None)
-        has_attention = self.older.read(older, layers, where)
+        layers, types = values["num_layers"], entries.pop(_TYPES, None)
+        older, has_attention = None, [False] * layers
+        if self.older is not None:
+            older = entries.pop(self.older.name, None)
+            has_attention = self.older.read(older, layers, where)
         if types is not None:
             listed = self._listed(types, layers, where)
-            if older is not None and listed != has_attention:
+            if self.older is not None and older is not None and listed != has_attention:
                 raise InputError(f"{where}: {_TYPES} and {self.older.name} = {older!r} differ; leave one out")
             has_attention = listed
-        sizes = {ours: entries.pop(theirs) for theirs, ours in self.keys.items()}
+        found = {ours: entries.pop(theirs) for theirs, ours in self.keys.items()}
+        sizes = {ours: value for ours, value in found.items() if value is not None}
         recurrent = self.name, {"attention": {"kind": kind_of(self.section), **sizes}}
         return {LAYERS: [("full", {}) if has_it else recurrent for has_it in has_attention]}
 
@@ -112,8 +118,8 @@ class RecurrentLayers:
         has_attention = [not isinstance(block.attention, self.section) for block in model.layers]
         sizes = {theirs: family.defaults[theirs] for theirs in self.keys}
         sizes |= {theirs: getattr(each, ours) for each in recurrent for theirs, ours in self.keys.items()}
-        types = [_ATTENTION[0] if has_it else self.types[0] for has_it in has_attention]
-        return {**sizes, _TYPES: types, **self.older.write(has_attention)}
+        types = [self.attention if has_it else self.types[0] for has_it in has_attention]
+        return {**sizes, _TYPES: types, **({} if self.older is None else self.older.write(has_attention))}
 
     def _listed(self, types: Any, layers: int, where: str) -> list[bool]:
         """Return whether each layer has attention, of `layer_types`."""
@@ -121,7 +127,7 @@ class RecurrentLayers:
         if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
             raise InputError(f"{where}: {_TYPES} = {types!r}; it must be a list of the kinds of the layers")
         if strange := sorted(set(types) - known):
-            names = " and ".join((_ATTENTION[0], self.types[0]))
+            names = " and ".join((self.attention, self.types[0]))
             raise InputError(f"{where}: {_TYPES} has {', '.join(strange)}, and jaxlm has {names} here")
         if len(types) != layers:
             raise InputError(f"{where}: {_TYPES} names {len(types)} layers, and num_hidden_layers = {layers}")

@@ -15,6 +15,7 @@ from jaxlm.families import (
     mixer_kinds,
     quantized,
     rope_keys,
+    single_layers,
     sparse_layers,
     state_space_keys,
     value_types,
@@ -26,6 +27,7 @@ from jaxlm.families.layer_patterns import LAYERS, pattern
 from jaxlm.families.nearest import computed, why_of_none
 from jaxlm.models.config import MOST_LAYERS, BlockConfig, ModelConfig
 
+_LAYERS = "num_hidden_layers"
 _GATED = {"swiglu": "silu"}  # of activations that are named with their gate
 
 
@@ -58,6 +60,9 @@ def _read(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[s
     value_types.check(given, family, where)
     rope_keys.check_whole(given, family, where)
     known = {**family.defaults, **given}
+    lists = [known[key] for key in family.layer_lists if isinstance(known.get(key), list | str)]
+    if lists and known.get(_LAYERS) is None:
+        known[_LAYERS] = len(lists[0])
     entries = {key: value for key, value in known.items() if key not in family.inert}
     values: dict[str, Any] = dict(family.model)
     for key, allowed in family.equal.items():
@@ -136,6 +141,9 @@ def _on_a_block_of(model: ModelConfig, family: Family) -> ModelConfig:
     """Return the same model, its own block one of the kinds that the family has, where only an entry of its pattern
     has them."""
     kinds = {part: table["kind"] for part, table in family.model.items() if isinstance(table, dict) and "kind" in table}
+    kinds = {
+        part: kind for part, kind in kinds.items() if any(getattr(each, part).kind == kind for each in model.layers)
+    }
 
     def has_them(block: BlockConfig) -> bool:
         return all(getattr(block, part).kind == kind for part, kind in kinds.items())
@@ -369,6 +377,10 @@ _COMPOSITES = {
     "rotary dim": _RotaryDim(),
     "attention in every layer": _AttentionAlone(),
     "state space heads": state_space_keys.StateSpaceHeads(),
+    "layers of one part": single_layers.SingleLayers(),
+    "state space layers": state_space_keys.GRANITE_LAYERS,
+    "rope or none": state_space_keys.RopeOrNone(),
+    "experts or none": state_space_keys.ExpertsOrNone(),
     "time limits": state_space_keys.TimeLimits(),
     "gated delta layers": mixer_kinds.GATED_DELTA_LAYERS,
     "short convolution layers": mixer_kinds.SHORT_CONVOLUTION_LAYERS,

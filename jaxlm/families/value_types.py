@@ -13,9 +13,16 @@ from jaxlm.models.config import ModelConfig
 _NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a text"}
 # Numbers that no family has a default of.
 _NUMBERS = (
-    *("max_window_layers", "num_key_value_heads", "original_max_position_embeddings", "rotary_dim", "sliding_window"),
+    *(
+        "max_window_layers",
+        "num_key_value_heads",
+        "moe_latent_size",
+        "original_max_position_embeddings",
+        "rotary_dim",
+        "sliding_window",
+    ),
 )
-_READ_ELSEWHERE = ("sliding_window_pattern",)  # a number, or a letter for each layer
+_READ_ELSEWHERE = ("sliding_window_pattern", "mamba_d_head")  # a number or a text
 
 
 def check(config: Mapping[str, Any], family: Family, where: str) -> None:

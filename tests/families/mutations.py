@@ -43,10 +43,7 @@ def mutations(model: ModelConfig) -> dict[str, ModelConfig]:
             without = {name: value for name, value in entry.items() if name != key}
             pattern = [without if j == i else each for j, each in enumerate(values["pattern"])]
             found[f"pattern[{i}].{key}"] = {**values, "pattern": pattern}
-            for name in (name for name, value in _table(entry[key]).items() if value is True):
-                changed = {**entry, key: {**entry[key], name: False}}
-                pattern = [changed if j == i else each for j, each in enumerate(values["pattern"])]
-                found[f"pattern[{i}].{key}.{name}"] = {**values, "pattern": pattern}
+        found |= _of_entry(model, values, i)
     if not any(layer.attention.rotated for layer in model.layers):
         found = {key: changed for key, changed in found.items() if not key.startswith("position.")}
     models = {}
@@ -58,9 +55,17 @@ def mutations(model: ModelConfig) -> dict[str, ModelConfig]:
     return models
 
 
-def _table(value: Any) -> dict[str, Any]:
-    """Return a table, or an empty one for another value."""
-    return value if isinstance(value, dict) else {}
+def _of_entry(model: ModelConfig, values: dict[str, Any], index: int) -> dict[str, dict[str, Any]]:
+    """Return the changes of each part of an entry's block that is of another kind than the model's."""
+    found, (_, block) = {}, model.entries[index]
+    for part in ("attention", "feed_forward"):
+        if (own := getattr(block, part)).kind == getattr(model, part).kind:
+            continue
+        table = {part: own.model_dump(exclude_none=True)}
+        for key, changed in _changes(table, table, ""):
+            pattern = [{**e, part: changed[part]} if j == index else e for j, e in enumerate(values["pattern"])]
+            found[f"pattern[{index}].{key}"] = {**values, "pattern": pattern}
+    return found
 
 
 def _changes(table: dict[str, Any], whole: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -215,14 +215,14 @@ def _smollm3(r: random.Random) -> Settings:
     return base | {"no_rope_layers": [r.randint(0, 1) for _ in range(base["num_hidden_layers"])]}
 
 
-def _granite(r: random.Random) -> Settings:
+def _granite(r: random.Random, filled: bool = False) -> Settings:
     multipliers = {
         "embedding_multiplier": r.choice((1.0, 5.0, 12.0)),
         "attention_multiplier": r.choice((0.1, 0.3)),
         "residual_multiplier": r.choice((0.22, 0.6, 1.0)),
         "logits_scaling": r.choice((1.0, 3.0, 8.0)),
     }
-    return _decoder(r, **multipliers, **_flags(r, "attention_bias", "mlp_bias"))
+    return _decoder(r, filled=filled, **multipliers, **_flags(r, "attention_bias", "mlp_bias"))
 
 
 def _glm4(r: random.Random) -> Settings:
@@ -339,6 +339,31 @@ def _mamba2(r: random.Random) -> Settings:
     }
 
 
+def _granite_hybrid(r: random.Random) -> Settings:
+    base, groups = _granite(r, filled=True), r.choice((1, 2))
+    heads = r.choice([n for n in (2, 4, 6) if 2 * base["hidden_size"] % n == 0])
+    width = 2 * base["hidden_size"] // heads
+    own = {"mamba_n_heads": heads, "mamba_d_head": width, "mamba_n_groups": groups, "mamba_d_state": r.choice((10, 14))}
+    own |= {"mamba_d_conv": r.choice((2, 3, 4)), "time_step_limit": r.choice(((0.0, math.inf), (0.2, 2.0)))}
+    own |= {"layer_types": [r.choice(("mamba", "attention")) for _ in range(base["num_hidden_layers"])]}
+    own |= {"shared_intermediate_size": r.choice((24, 44))} | _flags(r, "mamba_conv_bias")
+    own |= {"position_embedding_type": r.choice((None, "rope"))}
+    own |= r.choice(({"num_local_experts": 0}, _experts(r, "num_local_experts")))
+    return _without(base | own, ["head_dim", "mlp_bias"])
+
+
+def _nemotron(r: random.Random) -> Settings:
+    base = _decoder(r, **_experts(r, "n_routed_experts", "moe_intermediate_size"))
+    own = {"mamba_num_heads": r.choice((2, 4)), "mamba_head_dim": r.choice((8, 12)), "n_groups": r.choice((1, 2))}
+    own |= {"ssm_state_size": r.choice((10, 14)), "conv_kernel": r.choice((2, 3, 4))}
+    own |= {"moe_shared_expert_intermediate_size": r.choice((24, 44)), "moe_latent_size": r.choice((None, 26))}
+    own |= {"routed_scaling_factor": r.choice((1.0, 2.5)), "layer_norm_epsilon": base["rms_norm_eps"]}
+    own |= {"layers_block_type": ["attention", *(r.choice(("mamba", "attention", "mlp", "moe")) for _ in range(4))]}
+    own |= _flags(r, "norm_topk_prob", "use_conv_bias")
+    base = {"head_dim": base["hidden_size"] // base["num_attention_heads"]} | base | own
+    return _without(base, ["rms_norm_eps", "rope_parameters", "num_hidden_layers", "tie_word_embeddings"])
+
+
 def _minimax_m2(r: random.Random) -> Settings:
     base = _decoder(r, (0.5, 1.0), **_experts(r, "num_local_experts"))
     return {"head_dim": base["hidden_size"] // base["num_attention_heads"]} | base
@@ -409,11 +434,13 @@ _FAMILIES: dict[str, Callable[[random.Random], Settings]] = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "llama": _llama,
+    "granitemoehybrid": _granite_hybrid,
     "mamba2": _mamba2,
     "minimax_m2": _minimax_m2,
     "ministral": _ministral,
     "mistral": _mistral,
     "mixtral": _mixtral,
+    "nemotron_h": _nemotron,
     "nanochat": _nanochat,
     "olmo2": _olmo2,
     "olmo3": _olmo3,

@@ -23,6 +23,8 @@ TINY = {**BASES, "llama": LLAMA, "gpt2": GPT2, "gpt_neox": NEOX} | {
 TINY["mamba2"] = {
     "model_type": "mamba2", "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 5, "num_heads": 8, "head_dim": 12,
 }  # fmt: skip
+TINY["granitemoehybrid"] |= {"mamba_n_heads": 6}
+TINY["nemotron_h"] |= {"hybrid_override_pattern": "M-*EM", "mamba_num_heads": 8, "mamba_head_dim": 12}
 for name in ("lfm2", "lfm2_moe", "starcoder2"):
     TINY[name].pop("rms_norm_eps")
 for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):  # every head has keys of its own

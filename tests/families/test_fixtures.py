@@ -18,12 +18,18 @@ SAME_WIDTH = {
     "gpt2",
     "gpt_neox",
     "gpt_neox_sequential",
+    "granitemoehybrid",
+    "granitemoehybrid_dense",
     "olmoe",
     "qwen2_moe",
 }  # the heads fill the residual stream by definition
 
 # The heads, channels of a head, groups and channels of a state of Mamba-2.
-STATE_SPACES = {"mamba2": ("num_heads", "head_dim", "n_groups", "state_size")}
+STATE_SPACES = {
+    "mamba2": ("num_heads", "head_dim", "n_groups", "state_size"),
+    "granitemoehybrid": ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
+    "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
+}
 
 each_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
@@ -130,7 +136,7 @@ def test_all_dimensions_differ(name):
     fixture, _ = loud.read(name)
     config = fixture["config"]
     width = config.get("hidden_size") or config["n_embd"]
-    length, layers = len(fixture["sequences"][0]), config.get("num_hidden_layers") or config["n_layer"]
+    length, layers = len(fixture["sequences"][0]), number_of_layers(config)
     of_state_space = [config[key] for key in STATE_SPACES.get(config["model_type"], ())]
     if of_state_space:
         heads, head, groups, state = of_state_space
@@ -176,9 +182,16 @@ def test_sequences_reach_beyond_windows_and_original_lengths(name):
     for original in re.findall(r"'original_max_position_embeddings': (\d+)", str(config)):
         assert length >= 2 * int(original)
     kinds = config.get("layer_types")
-    if kinds and name != "qwen2_window":  # its first layers see everything, the rest a window
+    if kinds and name not in (
+        "qwen2_window",
+        "granitemoehybrid_dense",
+    ):  # of one its first layers see everything, the rest a window
         period = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
         assert len(kinds) > period and (period == 1 or len(kinds) % period)
+
+
+def number_of_layers(config):
+    return config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
 
 
 def pattern(name: str) -> str:
@@ -189,7 +202,7 @@ def pattern(name: str) -> str:
 def tensors_by_pattern(fixture):
     """Return the number of tensors of each pattern that a fixture has to have, from its configuration alone."""
     config = fixture["config"]
-    layers = range(config.get("num_hidden_layers") or config["n_layer"])
+    layers = range(number_of_layers(config))
     experts = next(
         (config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), 0
     )
@@ -201,9 +214,17 @@ def tensors_by_pattern(fixture):
     dense += [n for n, kind in enumerate(config.get("mlp_layer_types", [])) if kind == "dense"]
     sparse = [n for n in layers if experts and (n + 1) % every == 0 and n not in dense]
     kinds = Counter(config.get("layer_types", ()))
-    recurrent = {".linear_attn.": kinds["linear_attention"], ".conv.": kinds["conv"]}
-    mixers = {**recurrent, ".self_attn.": len(layers) - sum(recurrent.values())}
+    linear = kinds["linear_attention"]
+    own = {".linear_attn.": linear, ".mamba.": linear, ".conv.": kinds["conv"]}
+    mixers = {**own, ".self_attn.": len(layers) - linear - kinds["conv"]}
     numbers = {}
+    if "layers_block_type" in config:  # one part in each layer
+        kinds = Counter(config["layers_block_type"])
+        parts = {r"experts\.E": kinds["moe"] * experts, r"gate|experts|latent": kinds["moe"]}
+        parts |= {r"[qkvo]_proj": kinds["full_attention"], r"(up|down)_proj": kinds["mlp"]}
+        parts |= {r"mixer": kinds["linear_attention"], r"L\.norm": len(layers), "": 1}
+        names = {pattern(name) for name in fixture["tensors"]}
+        return {key: next(n for part, n in parts.items() if re.search(part, key)) for key in names}
     for key in (pattern(name) for name in fixture["tensors"]):
         if (mixer := next((mixer for mixer in mixers if mixer in key), None)) is not None:
             numbers[key] = mixers[mixer]
@@ -237,6 +258,10 @@ def test_names_are_the_published_ones(name):
         published |= {f"{layer}.feed_forward.expert_bias": 1, "lm_head.weight": 2}
     if config["tie_word_embeddings"]:
         published.pop("lm_head.weight", None)
+    if config.get("moe_latent_size"):
+        published |= {f"backbone.layers.L.mixer.fc{i}_latent_proj.weight": 2 for i in (1, 2)}
+    if config.get("num_local_experts") == 0:
+        published = {key: rank for key, rank in published.items() if "block_sparse_moe" not in key}
     if config.get("decoder_sparse_step", 1) > 1 or config.get("mlp_only_layers"):  # some layers are dense
         section = re.search(r"^## qwen3 .*\n((?:   .*\n)+)", RESEARCH.read_text(encoding="utf-8"), re.M)
         dense = [line.split()[0] for line in section[1].splitlines()]

@@ -40,6 +40,9 @@ NEOX = {
 SIZES = {
     "": NEOX | {"num_key_value_heads": 2},
     "gpt_neox": NEOX,
+    "granitemoehybrid": NEOX | {"num_key_value_heads": 2, "mamba_n_heads": 6},
+    "nemotron_h": {key: value for key, value in NEOX.items() if key != "num_hidden_layers"}
+    | {"num_key_value_heads": 2, "hybrid_override_pattern": "M-*EM"},
     "mamba2": {"vocab_size": 97, "hidden_size": 48, "num_heads": 6, "head_dim": 16, "n_groups": 2},
     "gpt2": {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64},
 }

@@ -5,9 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
+from workload_fixtures import workload
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
+from jaxlm.costs.plan import parameter_counts
 from jaxlm.families.family import families
 from jaxlm.families.settings import config_of, family_of, model_of
 
@@ -76,3 +78,77 @@ def test_a_model_whose_heads_are_no_multiple_of_the_stream_is_not_exported():
     with pytest.raises(InputError, match="mamba2 has heads whose channels are together a multiple of d_model"):
         model = model_of(MAMBA, "x")
         config_of(model.model_copy(update={"d_model": 2048}), families()["mamba2"])
+
+
+TYPES = [*["mamba"] * 5, *["attention", *["mamba"] * 9] * 3, "attention", *["mamba"] * 4]
+TINY = {
+    "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": 1536, "intermediate_size": 512,
+    "shared_intermediate_size": 1024, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "num_local_experts": 64, "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
+    "position_embedding_type": "nope", "tie_word_embeddings": True, "layer_types": TYPES,
+}  # fmt: skip
+SMALL = TINY | {
+    "hidden_size": 4096, "intermediate_size": 768, "shared_intermediate_size": 1536, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_n_heads": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "active"),
+    [
+        pytest.param(SMALL, 32_207_337_984, 8_803_121_664, id="Granite-4.0-H-Small"),
+        pytest.param(TINY, 6_939_037_248, 1_465_470_528, id="Granite-4.0-H-Tiny"),
+    ],
+)
+def test_counts_are_those_of_transformers_modules(settings, total, active):
+    model = model_of(settings, "config.json")
+    counts = parameter_counts(workload("train", model, batch=8, sequence=1024))
+    assert (counts["total"], counts["active"]) == (total, active)
+    assert family_of(model).name == "granitemoehybrid"
+
+
+def test_layers_of_granite_are_read_in_every_spelling_and_written_in_both():
+    names = {"mamba": "linear_attention", "attention": "full_attention"}
+    newer = TINY | {"layer_types": [names[each] for each in TYPES]}
+    older = {key: value for key, value in TINY.items() if key != "layer_types"} | {"layers_block_type": TYPES}
+    model = model_of(TINY, "x")
+    assert model_of(newer, "x") == model_of(older, "x") == model_of(TINY | {"mamba_d_head": "auto"}, "x") == model
+    written = config_of(model, families()["granitemoehybrid"])
+    assert written["layer_types"] == written["layers_block_type"] == TYPES
+    with pytest.raises(InputError, match="mamba_n_heads = 48 times mamba_d_head = 32 is not mamba_expand = 2 times"):
+        model_of(TINY | {"mamba_d_head": 32}, "x")
+
+
+NEMOTRON = {"model_type": "nemotron_h", "vocab_size": 96, "hidden_size": 48, "mamba_num_heads": 8, "mamba_head_dim": 12}
+
+
+def test_layers_of_nemotron_are_read_in_every_spelling_and_written_in_both():
+    kinds = ["mamba", "mlp", "attention", "moe", "mamba"]
+    newer = ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]
+    model = model_of(NEMOTRON | {"hybrid_override_pattern": "M-*EM"}, "x")
+    assert [(layer.attention.kind, layer.feed_forward.kind) for layer in model.layers] == [
+        *(("mamba2", "none"), ("none", "dense"), ("gqa", "none"), ("none", "mixture"), ("mamba2", "none"))
+    ]
+    for keys in ({"layers_block_type": kinds}, {"layer_types": newer}, {"layers_block_type": newer}):
+        assert model_of(NEMOTRON | keys, "x") == model
+    written = config_of(model, families()["nemotron_h"])
+    assert (written["hybrid_override_pattern"], written["layers_block_type"]) == ("M-*EM", newer)
+    assert family_of(model).name == "nemotron_h"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern has X, and jaxlm has M, *, -, E here"),
+        ({"layers_block_type": ["conv"]}, "layers_block_type has conv, and jaxlm has linear_attention, full_attention"),
+        ({"hybrid_override_pattern": "M*", "num_hidden_layers": 3}, "names 2 layers, and num_hidden_layers = 3"),
+        ({"hybrid_override_pattern": "M*", "layers_block_type": ["mamba", "mlp"]}, "= 'M*' differ; leave one out"),
+        ({"hybrid_override_pattern": "M*", "time_step_limit": [0.1, 1.0]}, "time_step_limit = [0.1, 1.0], and jaxlm"),
+        ({"hybrid_override_pattern": "M-", "mlp_bias": True}, "mlp_bias = True, and jaxlm has nemotron_h with False"),
+        ({}, "gives None as the number of layers"),
+    ],
+)
+def test_layers_of_nemotron_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(InputError) as error:
+        model_of(NEMOTRON | changes, "config.json")
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -93,6 +93,25 @@ NEOX = without(
 )
 
 
+def granite_hybrid(**settings) -> dict:
+    """Return settings of Granite 4, whose feed-forward layers have experts or none."""
+    own = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 3, "mamba_d_state": 14, "mamba_d_conv": 5}
+    own |= {"embedding_multiplier": 5.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 3.0}
+    own |= {"intermediate_size": 28, "shared_intermediate_size": 38, "tie_word_embeddings": True}
+    own |= {"max_position_embeddings": 256, "num_hidden_layers": 4}
+    return without(common(**own), "head_dim", "rope_parameters") | settings
+
+
+def nemotron(**settings) -> dict:
+    """Return settings of Nemotron-H, with layers of every kind."""
+    own = {"mamba_num_heads": 8, "mamba_head_dim": 14, "n_groups": 4, "ssm_state_size": 18, "conv_kernel": 5}
+    own |= {"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 28}
+    own |= {"moe_shared_expert_intermediate_size": 38, "routed_scaling_factor": 1.7, "layer_norm_epsilon": 2e-5}
+    own |= {"layers_block_type": ["mamba", "mlp", "mamba", "moe", "attention"]}
+    own |= {"max_position_embeddings": 256}
+    return without(common(**own), "rms_norm_eps", "rope_parameters", "num_hidden_layers") | settings
+
+
 def longrope(short: list[float], long: list[float], **settings) -> dict:
     return rope("longrope", short_factor=short, long_factor=long, original_max_position_embeddings=16, **settings)
 
@@ -101,6 +120,7 @@ def longrope(short: list[float], long: list[float], **settings) -> dict:
 MIXES_DOCUMENTS = {"gpt_oss"}
 # Whose recurrent layers read the documents before their own, there too: its chunks know of no beginnings.
 RECURRENT = {"lfm2", "lfm2_moe", "mamba2", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+RECURRENT |= {"granitemoehybrid", "granitemoehybrid_dense", "nemotron_h"}
 
 # Fixture -> (model_type, settings). One period of the layers and a remainder.
 FAMILIES = {
@@ -393,6 +413,17 @@ FAMILIES = {
             layer_types=["conv", "conv", "full_attention", "conv", "conv"],
         ),
     ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        granite_hybrid(
+            num_local_experts=7, num_experts_per_tok=3, layer_types=["mamba", "attention", "mamba", "mamba"]
+        ),
+    ),
+    "granitemoehybrid_dense": (
+        "granitemoehybrid",
+        granite_hybrid(num_local_experts=0, layer_types=["attention", "mamba"] * 2, position_embedding_type="rope"),
+    ),
+    "nemotron_h": ("nemotron_h", nemotron(moe_latent_size=26, n_group=3, topk_group=2)),
     "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
 }
 # Embeddings are smaller where the family multiplies them, and where tied ones would make each token predict itself.
@@ -400,7 +431,7 @@ WEIGHTS = {
     **{name: {"norm_center": 0.0, "embedding_std": 0.07} for name in ("gemma", "gemma2", "gemma3")},
     **{name: {"norm_center": 0.0} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
     **{name: {"embedding_std": 0.5} for name in ("gpt2", "lfm2", "llama3_2", "mamba2", "qwen3", "starcoder2")},
-    "granite": {"embedding_std": 0.1},
+    **{name: {"embedding_std": 0.1} for name in ("granite", "granitemoehybrid", "granitemoehybrid_dense")},
 }
 # What published files of transformers 4 say otherwise; None: nothing.
 OLD = {

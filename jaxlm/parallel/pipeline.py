@@ -264,8 +264,8 @@ class _Pipeline:
         """Carry the gradients of a microbatch back on each stage. `of_loss`: that of what the last chunk gave in this
         tick, if it did."""
 
-        def local(stack: Tree, rows: Tree, inputs: jax.Array, of_y: tuple, total: tuple, t: jax.Array) -> tuple:
-            inputs, ticks, (returned, of_loss) = inputs[0], self._ticks, of_y
+        def local(stack: Tree, rows: Tree, inputs: jax.Array, gradients: tuple, total: tuple, t: jax.Array) -> tuple:
+            inputs, ticks, (returned, of_loss) = inputs[0], self._ticks, gradients
             stage = jax.lax.axis_index(self._mesh_axis)
             item, is_live = self._nearest(ticks.item_back(stage, t))
             index, k = ticks.microbatch(item), ticks.round_back(item)
@@ -290,10 +290,10 @@ class _Pipeline:
             return returned[None], (of_stages, of_slots, of_stack), jnp.sum(returned, dtype=jnp.float32)
 
         total = sums.totals.stage, sums.totals.by_slot, sums.stack
-        of_y = _after(passing.returned, done), of_loss
+        gradients = _after(passing.returned, done), of_loss
         returned, (of_stage, by_slot, of_stack), done = self._on_stages(
             local, (1, None, 0, (0, None), (0, 1, 1), None), (0, (0, 1, 1), None)
-        )(self._stack, self._rows, passing.inputs, of_y, total, t)
+        )(self._stack, self._rows, passing.inputs, gradients, total, t)
         totals = sums.totals._replace(stage=of_stage, by_slot=by_slot)
         return passing._replace(returned=returned), sums._replace(totals=totals, stack=of_stack), done
 

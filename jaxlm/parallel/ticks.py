@@ -16,7 +16,13 @@ is used a tick later. Then all three fall into the same ticks, S in each period 
 import heapq
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import jax
+
+# A stage, a tick, an item of work or what follows from them: an integer, or an array of integers in a traced loop.
+Integer = TypeVar("Integer", int, "jax.Array")
 
 
 class TickSpan(NamedTuple):
@@ -101,29 +107,29 @@ class Ticks(NamedTuple):
         )
         return tuple((times, spans) for times, spans in phases if times and spans)
 
-    # Of an item that is not there these give what means nothing. Items may be integers or arrays.
+    # Of an item that is not there these give what means nothing.
 
-    def item_forward(self, stage: int, tick: int) -> int:
+    def item_forward(self, stage: int | Integer, tick: Integer) -> Integer:
         """Return the item of work that a stage carries forward in a tick, if it is one of `items`."""
         return tick - stage
 
-    def item_back(self, stage: int, tick: int) -> int:
+    def item_back(self, stage: int | Integer, tick: Integer) -> Integer:
         """Return the item of work that a stage carries back in a tick, if it is one of `items`."""
         return tick - self.alone - (self.stages - 1 - stage)
 
-    def microbatch(self, item: int) -> int:
+    def microbatch(self, item: Integer) -> Integer:
         """Return the microbatch of an item of either direction."""
         return item // (self.rounds * self.stages) * self.stages + item % self.stages
 
-    def round_forward(self, item: int) -> int:
+    def round_forward(self, item: Integer) -> Integer:
         """Return the index, among the chunks of a stage, of the one that an item goes forward through."""
         return item // self.stages % self.rounds
 
-    def round_back(self, item: int) -> int:
+    def round_back(self, item: Integer) -> Integer:
         """Return the index of the chunk that an item goes back through."""
         return self.rounds - 1 - self.round_forward(item)
 
-    def as_forward(self, item: int) -> int:
+    def as_forward(self, item: Integer) -> Integer:
         """Return the item of forward work of which this item of backward work has the gradients."""
         return item + (self.round_back(item) - self.round_forward(item)) * self.stages
 

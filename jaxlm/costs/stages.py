@@ -41,7 +41,10 @@ def stage_layers(model: ModelConfig, stages: int, rounds: int = 1) -> StageLayer
     idle = stages * rounds * slots - len(layers)
     of_stage = model.model_copy(update={"num_layers": model.num_layers - len(layers) + slots})
     if layers.stop != model.num_layers or of_stage.layers != model.layers[: of_stage.num_layers]:
-        raise InputError("plans of a pipeline need a model whose last layers are those of the stages")
+        raise InputError(
+            "a pipeline needs layers of one structure that follow one another and are the last of the model: set "
+            "mesh.pipeline to 1"
+        )
     path = "/".join(("layers", *[name] * (len(groups.stacks) > 1)))
     # Layers that stages divide are stored on them, those of several rounds on others than run them; what is padded has
     # another dimension sharded before.

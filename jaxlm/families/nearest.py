@@ -63,11 +63,14 @@ def _from_shared(shared: Mapping[str, Any], model: ModelConfig) -> Iterable[Chan
             if getattr(model, part) != table:
                 yield Change(part, table, getattr(model, part))
             continue
-        kinds = [block[part] for block in blocks if block[part].get("kind") == table.get("kind")]
+        tables = [block[part] for block in blocks if part in block]
+        if not tables:
+            continue  # positions, where nothing rotates
+        kinds = [each for each in tables if each.get("kind") == table.get("kind")]
         if "kind" in table and not kinds:
-            yield Change(f"{part}.kind", table["kind"], blocks[0][part]["kind"])
+            yield Change(f"{part}.kind", table["kind"], tables[0]["kind"])
             continue
-        of_kind = dict(leaves((kinds or [blocks[0][part]])[0]))
+        of_kind = dict(leaves((kinds or tables)[0]))
         for key, value in leaves(table):
             if key in of_kind and of_kind[key] != value:
                 yield Change(f"{part}.{key}", value, of_kind[key])

@@ -35,6 +35,10 @@ def test_slots_of_stages():
         assert stage_layers(model, 1).model == model
     with pytest.raises(InputError, match=r"set mesh.pipeline to 1"):
         stage_layers(model_fixtures.model(model_fixtures.MIXED), 2)
+    wide = {"feed_forward": {"d_ff": 64}}
+    last = [{"name": "all", "layers": 4}, {"name": "last", "layers": 1} | wide]
+    with pytest.raises(InputError, match=r"^a pipeline needs .* the last of the model: set mesh.pipeline to 1$"):
+        stage_layers(model_fixtures.model(num_layers=5, pattern=last), 2)
 
 
 def on_stages(stages=4, microbatches=8, rounds=1, batch=16):

@@ -62,6 +62,32 @@ def test_the_keys_in_the_way_of_the_nearest_family_are_named(keys, why):
     assert str(error.value) == f"this [model] is of no family, and cannot be exported: {why}"
 
 
+RECURRENT = {"kind": "gated_delta", "num_key_heads": 2, "num_value_heads": 2, "key_dim": 8, "value_dim": 8}
+GQA = {"kind": "gqa", "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "output_gate": "sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"attention": {"kind": "none"}}, "model.attention.kind = none and not gqa"),
+        ({"attention": RECURRENT}, "model.attention.kind = gated_delta and not gqa"),
+        (
+            {
+                "attention": RECURRENT,
+                "norm": {"kind": "layer"},
+                "pattern": [{"name": "recurrent", "layers": 2}, {"name": "full", "layers": 1, "attention": GQA}],
+            },
+            "",
+        ),
+    ],
+    ids=["no attention", "recurrent", "hybrid"],
+)
+def test_a_model_in_whose_layers_nothing_rotates_is_of_no_family(keys, why):
+    """Such layers read no positions, which a family may share."""
+    with pytest.raises(InputError, match=rf"of no family, and cannot be exported: it .*{why}"):
+        family_of(latent(feed_forward=DENSE, **keys))
+
+
 def test_a_mixture_in_an_entry_of_the_pattern_is_published_as_one_of_the_model_s_own_block(tmp_path):
     """The keys of config.json for experts are those of a block, wherever [model] has it."""
     pattern = [{"name": "dense"}, {"name": "mixture", "layers": "rest", "feed_forward": V3}]

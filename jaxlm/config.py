@@ -269,6 +269,8 @@ def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout
         mesh_layout = experiment.mesh.layout(devices)
         layout_choice.check_used(mesh_layout, RULES[kind])
     check_layout(experiment, mesh_layout, kind, devices)
+    if kind == "train":
+        _check_used_by_stages(experiment, mesh_layout)
     return mesh_layout
 
 
@@ -364,6 +366,17 @@ def _check_rounds(experiment: Experiment, layout: Layout) -> None:
             f"{rounds} times together: set training.microbatches to {math.ceil(microbatches / stages) * stages}, or "
             "execution.pipeline_rounds to 1"
         )
+
+
+def _check_used_by_stages(experiment: Experiment, layout: Layout) -> None:
+    """Raise InputError for settings of a pipeline on a mesh that is final and has none. A search may yet find one."""
+    (axis,) = TRAIN.over("layers")
+    execution, default = experiment.execution, type(experiment.execution)()
+    for key in ("pipeline_rounds", "pipeline_gather"):
+        if layout[axis] == 1 and (value := getattr(execution, key)) != (unset := getattr(default, key)):
+            raise InputError(
+                f"execution.{key} = {value} needs mesh.{axis} above 1: raise it, or set execution.{key} to {unset}"
+            )
 
 
 def divides_heads(layout: Layout, model: ModelConfig) -> bool:

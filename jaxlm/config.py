@@ -8,6 +8,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -32,7 +33,7 @@ from jaxlm.parallel import layout_choice
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.layout_choice import ModelSize, some_divisors
-from jaxlm.parallel.rules import RULES, TRAIN, Kind
+from jaxlm.parallel.rules import ENGINE, RULES, TRAIN, Kind
 from jaxlm.training.changes import is_free
 from jaxlm.training.config import DEFAULT_STEPS, DecayingScheduleConfig, OptimizerConfig, RunConfig
 from jaxlm.training.paths import RunPaths, small_files
@@ -256,6 +257,9 @@ SIZE_KEYS: dict[Kind, tuple[str, str]] = {
 DEFAULT_SEQUENCE = 8192
 # Keys of sizes that may be rounded up to suit a mesh; others are bound to one another.
 _PADDABLE = ("vocab_size", "d_ff")
+# What a mesh must divide in inference, where what it does not divide may stay whole.
+_DIVIDED = frozenset({"heads", "experts"})
+_INFERENCE = replace(ENGINE, may_stay_whole=ENGINE.may_stay_whole - _DIVIDED)
 
 
 def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout:
@@ -295,11 +299,11 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
     """Raise InputError where a layout does not divide the model or the batch in training, naming the number to change,
     or a mesh of so many `devices`.
 
-    In inference the heads of queries must divide too; another dimension that the layout does not divide stays whole on
+    In inference the heads of queries and the experts must divide too; another dimension that the layout does not divide stays whole on
     every device.
     """
     if kind != "train":
-        layout_choice.check_divides(layout, TRAIN, _query_heads(experiment.model), devices)
+        layout_choice.check_divides(layout, _INFERENCE, _divided_in_inference(experiment.model), devices)
         return
     training = experiment.training
     layout_choice.check_divides(layout, TRAIN, divided_by_mesh(experiment.model), devices)
@@ -379,13 +383,13 @@ def _check_used_by_stages(experiment: Experiment, layout: Layout) -> None:
             )
 
 
-def divides_heads(layout: Layout, model: ModelConfig) -> bool:
-    """Return whether a layout divides the heads of queries, as every step needs it."""
-    return layout_choice.divides(layout, TRAIN, _query_heads(model))
+def may_serve(layout: Layout, model: ModelConfig) -> bool:
+    """Return whether a layout divides what it must divide in inference (`check_layout`)."""
+    return layout_choice.divides(layout, _INFERENCE, _divided_in_inference(model))
 
 
-def _query_heads(model: ModelConfig) -> list[ModelSize]:
-    return [size for size in divided_by_mesh(model) if size.axis == "heads"]
+def _divided_in_inference(model: ModelConfig) -> list[ModelSize]:
+    return [size for size in divided_by_mesh(model) if size.axis in _DIVIDED]
 
 
 def divided_by_mesh(model: ModelConfig) -> list[ModelSize]:

@@ -34,7 +34,7 @@ def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
     work = Workload.of(experiment, kind=kind).on(target.chip)
 
     def fits(layout: Layout) -> bool:
-        is_divided = all(config.divides_heads(layout, model) for model in work.models)
+        is_divided = all(config.may_serve(layout, model) for model in work.models)
         is_divided = is_divided and can_cross(layout, target.slices)
         size = stack_memory(replace(work, layout=layout), JAXLM) if is_divided else None
         return size is not None and size.total <= target.chip.device_capacity()

@@ -52,7 +52,7 @@ class Replica:
         """Return the engine that decodes as `work` says, on all devices of a target; None where they do not divide a
         layer."""
         layout = with_shards(ENGINE, heads=target.devices)
-        if not all(config.divides_heads(layout, model) for model in work.models):
+        if not all(config.may_serve(layout, model) for model in work.models):
             return None
         halfway = demand.prompt + (demand.output + 1) // 2
         return cls(replace(work, layout=layout, sequence=halfway).on(target.chip), target, demand, stack)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxlm.config import divided_by_mesh, divides_heads
+from jaxlm.config import divided_by_mesh, may_serve
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.memory import Memory
@@ -48,12 +48,12 @@ def _axes(work: Workload) -> frozenset[str]:
 
 
 def _may_run(work: Workload, slices: int, layout: Layout) -> bool:
-    """Return whether a layout divides the heads, and in training the model, the batch and the sequence, and may lie on
+    """Return whether a layout divides what inference needs, and in training the model, the batch and the sequence, and may lie on
     several slices (`can_cross`)."""
     if not can_cross(layout, slices) or (work.local_sgd and layout.over(work.rules.replicas) == 1):
         return False
     if work.kind != "train":
-        return all(divides_heads(layout, model) for model in work.models)
+        return all(may_serve(layout, model) for model in work.models)
     parts = layout.over(work.rules.over("sequence"))
     if work.batch % layout.over(work.rules.over("batch")) or (parts > 1 and work.sequence % (2 * parts)):
         return False

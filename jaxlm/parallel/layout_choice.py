@@ -100,10 +100,12 @@ def layouts(devices: int, rules: Rules, parameters: Collection[str] | None = Non
 
 def distinct_axes(rules: Rules, parameters: Collection[str] | None = None) -> list[str]:
     """Return the mesh axes that shard something, and of those that shard the same logical axes, which are one axis by
-    two names, the first. `parameters`: the logical axes of the model's parameters, where they are known."""
+    two names, the one that shards the fewest others. `parameters`: the logical axes of the model's parameters, where they are known."""
     absent = frozenset() if parameters is None else rules.without(parameters)
     duties = {axis: duty for axis in Layout() if (duty := rules.duties(axis) - absent)}
-    named = {duty: axis for axis, duty in reversed(duties.items())}
+    named: dict[frozenset[str], str] = {}
+    for axis, duty in sorted(duties.items(), key=lambda each: len(rules.duties(each[0]))):
+        named.setdefault(duty, axis)
     return [axis for axis, duty in duties.items() if named[duty] == axis]
 
 

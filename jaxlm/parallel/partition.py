@@ -4,6 +4,7 @@ Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the collectives.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -114,10 +115,15 @@ def by_shards(x: jax.Array, *axes: str) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def shards_of(axis: str | None, size: int) -> int:
-    """Return the number of shards of a dimension of this size under the mesh and rules around."""
+def shards_of(axis: str | None, size: int, after: Sequence[tuple[str, int]] = ()) -> int:
+    """Return the number of shards of a dimension of this size under the mesh and rules around. `after`: the axes and
+    sizes of the dimensions before it, which take their mesh axes first."""
     mesh = mesh_around()
-    return 1 if mesh.empty else rules_around().shards(axis, size, _sizes_left(mesh))
+    if mesh.empty:
+        return 1
+    layout = _sizes_left(mesh)
+    axes, shape = zip(*after, (axis, size), strict=True)
+    return math.prod(layout[name] for name in rules_around().placed(axes, shape, layout, exact=True)[-1])
 
 
 def is_sharded(axis: str) -> bool:

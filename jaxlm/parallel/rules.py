@@ -216,20 +216,21 @@ TRAIN = _rules(
 )
 # As in training, but whatever the mesh does not divide stays whole: a forward pass by itself.
 FORWARD = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
+_OF_MATRICES = "expert", "tensor"
 # Weights stay where they are: a step of the engine would gather all of them for a few tokens. The axes of a batch shard
-# its sequences, each with its rows, its pages and its draws.
+# its sequences, each with its rows, its pages and its draws. `expert`, which shards the experts, is more of `tensor`
+# elsewhere: all devices that share out the experts have the same rows, and no row is sent to another shard.
 ENGINE = _rules(
     {
         **FORWARD.mesh_axes,
+        **{axis: _OF_MATRICES for axis, over in FORWARD.mesh_axes.items() if over and over[-1] == "tensor"},
         "layers": (),
-        "vocab": _without(TRAIN.over("vocab"), TRAIN.over("layers")),
-        "act_vocab": _without(TRAIN.over("vocab"), TRAIN.over("layers")),
         "embed": (),
+        "batch": _without(TRAIN.over("batch"), _OF_MATRICES),
+        "draws": _without(TRAIN.over("batch"), _OF_MATRICES),
         "sequence": (),
-        "residual": _without(TRAIN.over("residual"), TRAIN.over("sequence")),
-        "draws": TRAIN.over("batch"),
     },
-    FORWARD.may_stay_whole | {"draws"},
+    (FORWARD.may_stay_whole | {"draws"}) - {"experts", "act_experts"},
 )
 
 RULES: Mapping[Kind, Rules] = MappingProxyType({"train": TRAIN, "prefill": ENGINE, "decode": ENGINE})

@@ -92,7 +92,7 @@ def initial(model, mesh, quantized, dtype="float32"):
 
 def make(family="llama", dtype="float32", sizes=(), quantize=None, cache_dtype=None, valid_token_mask=None, **settings):
     """Return an engine on a mesh of these sizes; an id that is not known has an embedding of NaN."""
-    mesh = meshes.make(*sizes)
+    mesh = meshes.make(**sizes) if isinstance(sizes, dict) else meshes.make(*sizes)
     model = model_fixtures.model(FAMILIES[family], context_length=160)
     quantized = quantize and Quantization(quantize, 32 * (quantize == "int4"))
     parameters = initial(model, mesh, quantized, dtype)

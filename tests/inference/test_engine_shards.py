@@ -114,6 +114,36 @@ def test_shards_exchange_nothing_in_a_step_and_tokens_in_a_draw(sizes):
     assert shards * page_elements(sharded, cache) == page_elements(alone, cache._replace(counts=(24,)))
 
 
+OF_EXPERTS = [({"expert": 2}, None), ({"expert": 2, "tensor": 2}, None), ({"data": 2, "expert": 4}, None)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "quantize"), [*OF_EXPERTS, ({"expert": 2, "tensor": 2}, "int8")], ids=lambda each: str(each)
+)
+def test_devices_that_share_out_experts_give_one_device_s_scores(sizes, quantize):
+    """They have the same rows, each the experts of its own, and send sums of rows, never a matrix."""
+    asked = [Request([*range(i, 40 + 9 * i)], 4, Sampling(0.0), scores_from=0) for i in range(3)]
+
+    def scores(sizes):
+        engine = make("mixture", sizes=sizes, quantize=quantize)
+        ids = [engine.submit(request) for request in asked]
+        by_request = {id: [] for id in ids}
+        for event in engine.run():
+            assert event.error is None
+            by_request[event.id] += [each for each in (event.scores or ())[1:] if each is not None]
+        return engine, [np.hstack([np.ravel(each) for each in by_request[id]]) for id in ids]
+
+    engine, of_mesh = scores(sizes)
+    for found, expected in zip(of_mesh, scores(())[1], strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)  # sums in another order: 2e-6 seen
+    programs = engine.runner.programs
+    cache = CacheSize(160, tuple(24 for _ in programs.layout.groups))
+    _, exchanges = of_program(programs.step(StepShape(programs.slots, 0, TILE), cache).compile(), programs.mesh)
+    if quantize is None:
+        smallest = min(x.size for x in jax.tree.leaves(programs.abstract_parameters()) if x.ndim == 4)
+        assert exchanges and max(elements for *_, elements in exchanges) < smallest
+
+
 def page_elements(programs, cache):
     """Return the elements of all pages on one device."""
     pages = programs.abstract_pages(cache)

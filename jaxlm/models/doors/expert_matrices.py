@@ -22,7 +22,8 @@ def for_parts(x_BTD: jax.Array, axes: Axes, matrix: Experts, parts: Sequence[str
     Each has x to itself, so that its gradients, which are parts of sums, are added before they are sent.
     """
     sizes = {PARTS[0]: num_experts(matrix), PARTS[1]: outputs_of(matrix)}
-    shards = [shards_of(part, sizes[part]) for part in parts]
+    of_parts = [(part, sizes[part]) for part in parts]
+    shards = [shards_of(*each, after=of_parts[:i]) for i, each in enumerate(of_parts)]
     if max(shards) == 1:
         return None
     x = jnp.broadcast_to(x_BTD[(None,) * len(parts)], (*shards, *x_BTD.shape))

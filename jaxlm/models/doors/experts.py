@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jaxlm.models import kernels
 from jaxlm.models.doors.bias import BIAS
@@ -298,10 +299,11 @@ def _from_experts(
     axes: Axes,
 ) -> jax.Array:
     multiply, (*_, hidden_size) = _multiplied(matrix, rows), hidden_PXRF.shape
+    of_experts = PARTS[0], num_experts(matrix)
     if isinstance(matrix, QuantizedMatrix):
-        devices = parts_of(matrix.kind, PARTS[1], hidden_size, matrix.scales[...].shape[1])
+        devices = parts_of(matrix.kind, PARTS[1], hidden_size, matrix.scales[...].shape[1], after=(of_experts,))
     else:
-        devices = shards_of(PARTS[1], hidden_size)
+        devices = shards_of(PARTS[1], hidden_size, after=(of_experts,))
     over = PARTS[1] if devices > 1 else None
     # Where the mesh divides no groups of inputs, each device has all of them.
     whole = () if devices > 1 else ("feed_forward", "feed_forward" + GROUPS)
@@ -340,7 +342,10 @@ def _from_experts(
 
     hidden = hidden_PXRF, (*rows.hidden[:3], over)
     operands = hidden, *rows.on_devices, (weights_BTk, choices), *_weights(matrix, bias), *of_sent
-    (of_parts,) = on_each_device(local, *operands, results=[placement((over, *lies), (devices, *sizes))])
+    # Parts of the hidden channels are on the devices that the experts leave.
+    by_part = tuple(placement((PARTS[0], over), (num_experts(matrix), devices)))[1:]
+    result = PartitionSpec(*by_part, *placement(lies, sizes))
+    (of_parts,) = on_each_device(local, *operands, results=[result])
     return jax.lax.reduce(of_parts, jnp.zeros((), of_parts.dtype), jax.lax.add, (0,))
 
 

@@ -1,6 +1,7 @@
 """Products with quantised matrices."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -97,12 +98,12 @@ def quantized_product(
     return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)
 
 
-def parts_of(kind: str, axis: str, size: int, groups: int) -> int:
+def parts_of(kind: str, axis: str, size: int, groups: int, after: Sequence[tuple[str, int]] = ()) -> int:
     """Return how many devices have each a part of a matrix's inputs, of this size and logical axis: 1 where the mesh
-    divides no groups of them, of which a byte may hold numbers of both halves."""
-    parts = shards_of(axis, size)
+    divides no groups of them, of which a byte may hold numbers of both halves. `after`: as in `shards_of`."""
+    parts = shards_of(axis, size, after)
     is_whole = groups == 1 and not KINDS[kind].packed
-    return parts if is_whole or parts == shards_of(axis + GROUPS, groups) else 1
+    return parts if is_whole or parts == shards_of(axis + GROUPS, groups, after) else 1
 
 
 def multiplied(x: jax.Array, matrix: QuantizedMatrix, rows: Axes, copies: int = 1) -> jax.Array:

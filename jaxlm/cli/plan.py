@@ -266,8 +266,10 @@ def _show(plan: "Plan") -> None:
             table.add("drafts", deployments.describe_drafts(work))
         each = units.seconds(row["time_per_token_s"])
         table.add("each token", f"{each}, {row['kv_bytes_per_token']:,} bytes of cache")
+        if state := row.get("state_bytes_per_sequence"):
+            table.add("each sequence", f"a state of {units.size(state)}, in up to three pages")
     if "critical_batch" in row:
         batch = row["critical_batch"]
-        never = "at no batch size: reading the caches always takes longer than computing"
+        never = "at no batch size: reading caches or states always takes longer than computing"
         table.add("compute-bound", never if batch is None else f"from a batch of {batch:,}")
     table.print()

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
-from jaxlm.costs.counted.cache import kv_bytes_per_token, kv_cache, page_layout
+from jaxlm.costs.counted.cache import kv_bytes_per_token, kv_cache, page_layout, state_bytes_per_sequence
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, active_share, expert_rows, flops
 from jaxlm.costs.counted.memory import Memory
@@ -192,7 +192,9 @@ class Plan:
         all_steps = [work.engine_steps for work in self.work.without_drafts().by_step_shape()]
         shapes = [{"rows": each.shape.rows, "draws": each.shape.decode, "times": each.times} for each in all_steps]
         engine = {"sequences_per_shard": self.work.slots, "page": self.work.page, "steps": shapes}
-        return {"kv_bytes_per_token": kv_bytes_per_token(self.work), "engine": engine}
+        state = state_bytes_per_sequence(self.work)
+        of_state = {"state_bytes_per_sequence": state} if state else {}
+        return {"kv_bytes_per_token": kv_bytes_per_token(self.work), **of_state, "engine": engine}
 
 
 def plan(work: Workload, target: Target, stack: Stack = JAXLM) -> Plan:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -59,13 +60,23 @@ def _page_numbers(work: Workload, slot: Slot) -> int:
 
 def kv_bytes_per_token(work: Workload) -> int:
     """Return the bytes that a token adds to the cache, over the whole mesh, each replicated array once."""
+    return _kept_bytes(work, "token")
+
+
+def state_bytes_per_sequence(work: Workload) -> int:
+    """Return the bytes of the state of a sequence in all layers, over the whole mesh, each replicated array once; the
+    engine keeps up to three of them, in pages of their own (`PageLayout`)."""
+    return _kept_bytes(work, "sequence")
+
+
+def _kept_bytes(work: Workload, per: Literal["token", "sequence"]) -> int:
+    """Return the bytes that layers keep per token, or per sequence, with those of a draft model."""
     if work.draft_model is not None:
-        return kv_bytes_per_token(work.without_drafts()) + kv_bytes_per_token(draft_reading(work))
+        return _kept_bytes(work.without_drafts(), per) + _kept_bytes(draft_reading(work), per)
     entries = slots(work.model, work.kind, Layout())
     layout = _page_layout(work.model, work.kind, Layout(), work.page, work.cache_dtype)
     kept = [(entries[entry.name].layers, slot) for entry in layout.entries for _, slot in entry.slots]
-    per_token = [(layers, slot) for layers, slot in kept if slot.per == "token"]
-    return sum(layers * math.prod(slot.shape) * _itemsize(work, slot) for layers, slot in per_token)
+    return sum(layers * math.prod(slot.shape) * _itemsize(work, slot) for layers, slot in kept if slot.per == per)
 
 
 def _itemsize(work: Workload, slot: Slot) -> int:

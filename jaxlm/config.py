@@ -299,8 +299,8 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
     """Raise InputError where a layout does not divide the model or the batch in training, naming the number to change,
     or a mesh of so many `devices`.
 
-    In inference the heads of queries and the experts must divide too; another dimension that the layout does not divide stays whole on
-    every device.
+    In inference the heads of queries and the experts must divide too; another dimension that the layout does not divide
+    stays whole on every device.
     """
     if kind != "train":
         layout_choice.check_divides(layout, _INFERENCE, _divided_in_inference(experiment.model), devices)

@@ -48,8 +48,8 @@ def _axes(work: Workload) -> frozenset[str]:
 
 
 def _may_run(work: Workload, slices: int, layout: Layout) -> bool:
-    """Return whether a layout divides what inference needs, and in training the model, the batch and the sequence, and may lie on
-    several slices (`can_cross`)."""
+    """Return whether a layout divides what inference needs, and in training the model, the batch and the sequence, and
+    may lie on several slices (`can_cross`)."""
     if not can_cross(layout, slices) or (work.local_sgd and layout.over(work.rules.replicas) == 1):
         return False
     if work.kind != "train":

@@ -100,7 +100,8 @@ def layouts(devices: int, rules: Rules, parameters: Collection[str] | None = Non
 
 def distinct_axes(rules: Rules, parameters: Collection[str] | None = None) -> list[str]:
     """Return the mesh axes that shard something, and of those that shard the same logical axes, which are one axis by
-    two names, the one that shards the fewest others. `parameters`: the logical axes of the model's parameters, where they are known."""
+    two names, the one that shards the fewest others. `parameters`: the logical axes of the model's parameters, where
+    they are known."""
     absent = frozenset() if parameters is None else rules.without(parameters)
     duties = {axis: duty for axis in Layout() if (duty := rules.duties(axis) - absent)}
     named: dict[frozenset[str], str] = {}

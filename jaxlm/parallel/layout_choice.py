@@ -164,7 +164,8 @@ def inference_layout(mesh: MeshSection, devices: int, rules: Rules, fits: Callab
     free = [axis for axis in layout if axis in rules.of_layers and axis not in given]
     first = rules.over("batch")[0]
     candidates = [each.replace(**given) for each in factorings(devices // Layout(given).size, [first, *free])]
-    candidates.sort(key=lambda each: each.over(free))
+    free.sort(key=lambda axis: len(rules.duties(axis)))  # of those alike for a model, the plainest
+    candidates.sort(key=lambda each: (each.over(free), [-each[axis] for axis in free]))
     return next(filter(fits, candidates), candidates[-1])
 
 

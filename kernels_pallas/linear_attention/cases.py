@@ -30,6 +30,7 @@ def _cases(*, is_delta: bool) -> tuple[KernelCase, ...]:
     return (
         _case("two chunks, shared keys", (1, 100), (1, 16), (2, 24), is_delta=is_delta, dtypes=_ALL),
         _case("part of a chunk", (2, 20), (2, 8), (2, 16), is_delta=is_delta, documents=False),
+        _case("small", (1, 128), (1, 16), (2, 16), is_delta=is_delta, uses={"bench"}, dtypes=("float32",)),
         _case("2 × 4096", (2, 4096), *large, is_delta=is_delta, **_CHIPS),
         _case("1000, odd widths", (1, 1000), (3, 96), (6, 80), is_delta=is_delta, uses={"compile"}),
     )

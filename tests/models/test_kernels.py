@@ -23,9 +23,9 @@ def kernels_asked_for(monkeypatch):
     asked = []
     run = kernels.on_each_device
 
-    def counted(function, *operands):
+    def counted(function, *operands, **options):
         asked.append(function)
-        return run(function, *operands)
+        return run(function, *operands, **options)
 
     monkeypatch.setattr(kernels, "on_each_device", counted)
     with interpreted("triton"):

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import meshes
+import model_fixtures
 import numpy as np
+from flax import nnx
 
 from jaxlm.inference.engine import Engine, Event
 from jaxlm.inference.generation import Token
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.settings import EngineSettings
+from jaxlm.models.tree import Tree
 
 SMALL = EngineSettings(slots=8, page=32, chunk_tokens=64)
 
@@ -83,3 +86,17 @@ class WrittenEngine:
                     self.cancel(id)
                 has_ended = end == "stop"
                 yield Event(id, None if has_ended else Token(token), token if has_ended else None, end)
+
+
+def prefixes_read(engine: Engine, graph: nnx.GraphDef, parameters: Tree, *prompts: list[int]) -> list[int]:
+    """Serve prompts greedily, check each token by a forward pass over the whole text, and return how many tokens of
+    each prompt were read from the cache."""
+    asked = {engine.submit(Request(prompt, 48, Sampling(temperature=0.0))): prompt for prompt in prompts}
+    drawn, cached = {id: [] for id in asked}, {}
+    for event in engine.run():
+        drawn[event.id].append(event.token.id)
+        cached[event.id] = event.cached
+    for id, prompt in asked.items():
+        logits = model_fixtures.full_logits(graph, parameters, prompt + drawn[id], engine.model.context_length)
+        assert drawn[id] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return [cached[id] for id in asked]

@@ -122,6 +122,12 @@ def _through(
     return after_BKGHV.reshape(state_BNHV.shape), jnp.moveaxis(y_BKGCV, 3, 1).reshape(B, C, K * G, V)
 
 
+def _decayed(state_BKGHV: jax.Array, document_B1: jax.Array, g_BKG1: jax.Array) -> jax.Array:
+    """Return what is left of a state before a token: zeros where a document begins with it."""
+    of_document_B = (document_B1 == 0)[:, 0, None, None, None, None]
+    return jnp.where(of_document_B, state_BKGHV * jnp.exp(g_BKG1)[..., None], 0.0)
+
+
 def _delta_token(
     state_BKGHV: jax.Array,
     document_B1: jax.Array,
@@ -132,8 +138,7 @@ def _delta_token(
     beta_BKG1: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute one token, in sums of products number by number: the state is read twice and multiplied in float32."""
-    of_document_B = (document_B1 == 0)[:, 0, None, None, None, None]
-    state_BKGHV = jnp.where(of_document_B, state_BKGHV * jnp.exp(g_BKG1)[..., None], 0.0)
+    state_BKGHV = _decayed(state_BKGHV, document_B1, g_BKG1)
     q_BK1H1, k_BK1H1 = (x[:, :, 0, :, None][:, :, None] for x in (q_BK1H, k_BK1H))
     found_BKG1V = jnp.sum(state_BKGHV * k_BK1H1, axis=3, keepdims=True)
     change_BKG1V = beta_BKG1[..., None] * (v_BKG1V - found_BKG1V)
@@ -181,9 +186,8 @@ def _state_space_token(
     g_BKG1: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute one token, in sums of products number by number."""
-    of_document_B = (document_B1 == 0)[:, 0, None, None, None, None]
     q_BK1H1, k_BK1H1 = (x[:, :, 0, :, None][:, :, None] for x in (q_BK1H, k_BK1H))
-    state_BKGHV = jnp.where(of_document_B, state_BKGHV * jnp.exp(g_BKG1)[..., None], 0.0) + k_BK1H1 * v_BKG1V
+    state_BKGHV = _decayed(state_BKGHV, document_B1, g_BKG1) + k_BK1H1 * v_BKG1V
     return jnp.sum(state_BKGHV * q_BK1H1, axis=3, keepdims=True), state_BKGHV
 
 

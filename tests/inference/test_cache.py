@@ -11,12 +11,11 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from engine_fixtures import SMALL, check_pages
+from engine_fixtures import SMALL, check_pages, prefixes_read
 from flax import nnx
 
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.requests import Request, Sampling
 from jaxlm.models import attention, tree
 from jaxlm.models.cache import NoCache, Slot
 from jaxlm.models.config import GroupedQueryAttentionConfig
@@ -174,18 +173,7 @@ def test_the_engine_keeps_the_state_of_each_sequence():
     draw = np.random.default_rng(0)
     long, *others = (draw.integers(0, model_fixtures.VOCABULARY, n).tolist() for n in (100, 1, 33, 64, 96, 50, 20, 60))
 
-    def texts(*prompts):
-        """Check what is drawn after prompts, and return how much of each was found in the cache."""
-        asked = {engine.submit(Request(prompt, 48, Sampling(temperature=0.0))): prompt for prompt in prompts}
-        found, cached = {id: [] for id in asked}, {}
-        for event in engine.run():
-            found[event.id].append(event.token.id)
-            cached[event.id] = event.cached
-        for id, prompt in asked.items():
-            logits = model_fixtures.full_logits(graph, parameters, prompt + found[id], 160)
-            assert found[id] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        return [cached[id] for id in asked]
-
+    texts = partial(prefixes_read, engine, graph, parameters)
     texts(*others)
     assert engine.preemptions
     texts(long)

@@ -12,7 +12,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from engine_fixtures import SMALL, check_pages
+from engine_fixtures import SMALL, check_pages, prefixes_read
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from markers import ELSEWHERE
@@ -27,7 +27,6 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.requests import Request, Sampling
 from jaxlm.lowering import report, targets
 from jaxlm.models import tree
 from jaxlm.models.attention import attention
@@ -324,18 +323,7 @@ def test_the_engine_draws_what_the_full_pass_draws(name, sizes):
     draw = np.random.default_rng(0)
     long, *others = (draw.integers(0, model_fixtures.VOCABULARY, n).tolist() for n in (100, 1, 33, 64, 96))
 
-    def texts(*prompts):
-        """Check what is drawn after prompts, and return how much of each was found in the cache."""
-        asked = {engine.submit(Request(prompt, 48, Sampling(temperature=0.0))): prompt for prompt in prompts}
-        drawn, cached = {id: [] for id in asked}, {}
-        for event in engine.run():
-            drawn[event.id].append(event.token.id)
-            cached[event.id] = event.cached
-        for id, prompt in asked.items():
-            expected = model_fixtures.full_logits(graph, parameters, prompt + drawn[id], 160)
-            assert drawn[id] == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
-        return [cached[id] for id in asked]
-
+    texts = partial(prefixes_read, engine, graph, parameters)
     texts(*others)
     texts(long)
     assert texts(long) == [96]

@@ -5,6 +5,7 @@ All that it needs stands in this file. Its states go through packed documents, c
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import engine_jaxprs
@@ -14,7 +15,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
-from engine_fixtures import SMALL, check_pages
+from engine_fixtures import SMALL, check_pages, prefixes_read
 from markers import ELSEWHERE
 from matrices import sampled
 from workload_fixtures import sections_of, workload
@@ -29,7 +30,6 @@ from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import plan
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.requests import Request, Sampling
 from jaxlm.lowering import report, targets
 from jaxlm.models import attention, tree
 from jaxlm.models import config as models
@@ -401,18 +401,7 @@ def test_the_engine_goes_on_from_found_prefixes_and_after_preemptions(sizes):
     draw = np.random.default_rng(0)
     long, *others = (draw.integers(0, model_fixtures.VOCABULARY, n).tolist() for n in (100, 1, 33, 64, 96, 50, 20, 60))
 
-    def texts(*prompts):
-        """Check what is drawn after prompts, and return how much of each was found in the cache."""
-        asked = {engine.submit(Request(prompt, 48, Sampling(temperature=0.0))): prompt for prompt in prompts}
-        drawn, cached = {id: [] for id in asked}, {}
-        for event in engine.run():
-            drawn[event.id].append(event.token.id)
-            cached[event.id] = event.cached
-        for id, prompt in asked.items():
-            expected = model_fixtures.full_logits(graph, parameters, prompt + drawn[id], 160)
-            assert drawn[id] == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
-        return [cached[id] for id in asked]
-
+    texts = partial(prefixes_read, engine, graph, parameters)
     texts(*others)
     assert engine.preemptions or "data" in sizes  # each shard has room of its own
     texts(long)

@@ -86,11 +86,12 @@ def say_replicated(*works: Workload) -> str | None:
     if not replicated:
         return None
     axes = works[0].rules.over("act_heads")
+    used = [axis for axis in axes if any(work.layout[axis] > 1 for work, _ in replicated)]
     shards = sorted({work.layout.over(axes) for work, _ in replicated})
     heads = sorted({number for _, numbers in replicated for number in numbers})
     does = "does" if len(shards) == 1 else "do"
     return (
-        f"{describe_axes(axes)} = {' or '.join(map(str, shards))} {does} not divide {' or '.join(map(str, heads))} "
+        f"{describe_axes(used)} = {' or '.join(map(str, shards))} {does} not divide {' or '.join(map(str, heads))} "
         "key/value heads: several devices compute and keep the same ones"
     )
 

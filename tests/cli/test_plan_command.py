@@ -282,6 +282,7 @@ def test_decoding_takes_the_smallest_tensor_axis_that_fits(capsys):
 
     chosen = row()
     tensor = chosen["mesh"]["tensor"]
+    assert chosen["mesh"]["expert"] == 1  # which shards this model alike
     assert chosen["fits"] and tensor > 1 and chosen["mesh"]["data"] == 8 // tensor
     assert not row("--mesh", f"tensor={tensor // 2},fsdp=1,data={16 // tensor}")["fits"]
     assert Layout(row("mesh.tensor=8")["mesh"]) == Layout(data=1, fsdp=1, tensor=8)

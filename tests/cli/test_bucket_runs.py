@@ -52,15 +52,16 @@ def bucket(request):
 def machine(tmp_path, monkeypatch):
     """Give this process, and those that it starts, a cache of their own, as another machine has it."""
 
+    before = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+
     def move(name):
+        hardware = tmp_path / name / "jaxlm" / "hardware"
+        hardware.parent.mkdir(parents=True)
+        if os.path.isdir(f"{before}/jaxlm/hardware"):
+            hardware.symlink_to(f"{before}/jaxlm/hardware")  # the processor is not measured again
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
 
-    before = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     move("machine")
-    hardware = tmp_path / "machine" / "jaxlm" / "hardware"
-    hardware.parent.mkdir(parents=True)
-    if os.path.isdir(f"{before}/jaxlm/hardware"):
-        hardware.symlink_to(f"{before}/jaxlm/hardware")  # it is not measured again
     return move
 
 

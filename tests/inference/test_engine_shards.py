@@ -114,12 +114,15 @@ def test_shards_exchange_nothing_in_a_step_and_tokens_in_a_draw(sizes):
     assert shards * page_elements(sharded, cache) == page_elements(alone, cache._replace(counts=(24,)))
 
 
-OF_EXPERTS = [({"expert": 2}, None), ({"expert": 2, "tensor": 2}, None), ({"data": 2, "expert": 4}, None)]
+OF_EXPERTS = [
+    pytest.param({"expert": 2}, None, marks=pytest.mark.exhaustive),
+    ({"expert": 2, "tensor": 2}, None),
+    pytest.param({"data": 2, "expert": 4}, None, marks=pytest.mark.exhaustive),
+    ({"expert": 2, "tensor": 2}, "int8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "quantize"), [*OF_EXPERTS, ({"expert": 2, "tensor": 2}, "int8")], ids=lambda each: str(each)
-)
+@pytest.mark.parametrize(("sizes", "quantize"), OF_EXPERTS, ids=str)
 def test_devices_that_share_out_experts_give_one_device_s_scores(sizes, quantize):
     """They have the same rows, each the experts of its own, and send sums of rows, never a matrix."""
     asked = [Request([*range(i, 40 + 9 * i)], 4, Sampling(0.0), scores_from=0) for i in range(3)]

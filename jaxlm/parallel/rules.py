@@ -120,11 +120,18 @@ class Rules:
         over = {axis: _without(names, gone) for axis, names in self.mesh_axes.items()}
         return Rules(MappingProxyType(over), self.may_stay_whole, self.instead)
 
+    def with_whole_parameters(self, mesh_axes: Iterable[str]) -> "Rules":
+        """Return the rules in which these mesh axes shard no parameters: each of their devices has a copy."""
+        gone = frozenset(mesh_axes)
+        whole = {axis: _without(self.over(axis), gone) for axis in self._parameters}
+        return Rules(MappingProxyType({**self.mesh_axes, **whole}), self.may_stay_whole, self.instead)
+
     @cached_property
     def replicas(self) -> tuple[str, ...]:
-        """The mesh axes that shard the batch alone: each of their devices has a copy of the model, and gradients are
+        """The mesh axes that shard tokens alone: each of their devices has a copy of the model, and gradients are
         summed over them once per step."""
-        return tuple(axis for axis in self.over("batch") if self.duties(axis) == {"batch"})
+        of_tokens = dict.fromkeys((*self.over("batch"), *self.over("sequence")))
+        return tuple(axis for axis in of_tokens if self.duties(axis) <= {"batch", "sequence", "residual"})
 
     @cached_property
     def summed_each_microbatch(self) -> tuple[str, ...]:

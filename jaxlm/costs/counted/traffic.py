@@ -143,7 +143,8 @@ def _adapters(device: DeviceStep) -> Iterator[Collective]:
     those of adapters. The gradient of a product's operand is summed where devices have parts of the result; the
     gradient of its matrix is summed where each device has rows of its own.
     """
-    work, uses, summed = device.work, device.recording.uses, device.work.rules.summed_each_microbatch
+    work, uses, rules = device.work, device.recording.uses, device.work.rules
+    summed = (*rules.summed_each_microbatch, *rules.replicas)
     relayed = {use.results[0] for use in uses if device.cost(use).relays or device.cost(use).hands_on}
     for use in uses:
         product = device.cost(use).weight_product

@@ -64,11 +64,15 @@ class Target:
         return self.chip.link.wraps(self.topology) if self.chip.slices else ()
 
     def part(self, parts: int) -> "Target":
-        """Return one of equal parts of the target. Raises InputError where domains do not divide into them."""
+        """Return one of equal parts of the target, of whole slices or domains. Raises InputError where these do not
+        divide into them."""
         if parts == 1:
             return self
-        if self.chip.slices or self.chips % parts:
+        whole = self.slices if self.chip.slices else self.chips
+        if whole % parts:
             raise InputError(f"{self} does not divide into {parts} equal parts")
+        if self.chip.slices:
+            return Target(self.chip, self.topology, self.slices // parts)
         return Target(self.chip, _domains(self.chip, (self.chips // parts,)))
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ from jaxlm.costs.published.figures import FIGURES, CaseSetting, Range, estimate
 from jaxlm.costs.stack import stack_from
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.execution_config import Dtype, ExecutionConfig, Kernels, Remat
+from jaxlm.models.execution_config import ContextParallel, Dtype, ExecutionConfig, Kernels, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 from jaxlm.training.config import AnyOptimizer
@@ -36,12 +36,13 @@ _OPTIMIZER = TypeAdapter(AnyOptimizer)
 
 Of = Literal[
     "parameters", "kv cache", "flops", "mfu", "memory", "measured memory", "roofline", "collectives", "duration",
-    "training", "prefill", "decode", "serving", "scaling laws",
+    "pipeline", "training", "prefill", "decode", "serving", "scaling laws",
 ]  # fmt: skip
 
 
 class CaseStepConfig(Section):
-    """The workload of a case without its model."""
+    """The workload of a case without its model. `whole_over`: mesh axes over which parameters are copied, as Megatron's
+    context parallelism has them, in place of sharded."""
 
     kind: Kind = "train"
     batch: PositiveInt = 1
@@ -52,7 +53,9 @@ class CaseStepConfig(Section):
     optimizer: str = "adamw"
     kernels: Kernels = "xla"
     scan_layers: bool = False
+    context_parallel: ContextParallel = "auto"
     mesh: dict[str, PositiveInt] = Field(default_factory=dict)
+    whole_over: tuple[str, ...] = ()
 
 
 class PublishedCase(Section):
@@ -314,8 +317,15 @@ def _work(case: PublishedCase, models: dict[str, Any]) -> Workload | None:
         model,
         step.batch,
         step.sequence,
-        ExecutionConfig(dtype=step.dtype, kernels=step.kernels, remat=step.remat, scan_layers=step.scan_layers),
+        ExecutionConfig(
+            dtype=step.dtype,
+            kernels=step.kernels,
+            remat=step.remat,
+            scan_layers=step.scan_layers,
+            context_parallel=step.context_parallel,
+        ),
         Layout(step.mesh),
+        own_rules=runs.rules_with_whole(step.kind, step.whole_over),
         optimizer=_OPTIMIZER.validate_python(optimizer),
         microbatches=step.microbatches,
     )

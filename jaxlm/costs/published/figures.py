@@ -1,16 +1,17 @@
 """The figures of published cases, each counted with the cost model from a case's workload and target."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from jaxlm.core.schema import merged
 from jaxlm.costs import plan
 from jaxlm.costs.counted import cache, layer_memory, memory, operations
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.stack import Stack
+from jaxlm.costs.stack import Stack, stack_from
 from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
 
@@ -234,6 +235,13 @@ def step_seconds(setting: CaseSetting) -> Range:
 
 
 @_figure
+def speedup(setting: CaseSetting, over: dict[str, Any]) -> float:
+    """The expected time of a step under the case's stack with the keys `over`, as a multiple of that without them."""
+    other = stack_from(merged(setting.stack.model_dump(), over))
+    return step_seconds(replace(setting, stack=other)).expected / step_seconds(setting).expected
+
+
+@_figure
 def tokens_per_s(setting: CaseSetting) -> Range:
     """Tokens per second of all chips together."""
     return Range(*(setting.work.tokens / seconds for seconds in _time(setting)))
@@ -244,6 +252,20 @@ def chip_hours(setting: CaseSetting, tokens: float) -> Range:
     """Chip-hours for `tokens` tokens."""
     steps = tokens / setting.work.tokens
     return Range(*(steps * seconds * setting.target.chips / 3600 for seconds in _time(setting)))
+
+
+@_figure
+def model_flops_per_s(setting: CaseSetting) -> Range:
+    """Model FLOP/s per chip, with all scores of attention."""
+    cost = flops(setting.work).model
+    return Range(*(cost / (seconds * setting.target.chips) for seconds in _time(setting)))
+
+
+@_figure
+def measured_mfu(setting: CaseSetting) -> Range:
+    """Model FLOP utilisation in percent, with all scores of attention."""
+    peak = setting.target.chip.peak(setting.work.dtype)
+    return Range(*(100 * rate / peak for rate in model_flops_per_s(setting)))
 
 
 @_figure

@@ -32,7 +32,7 @@ from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.layout_choice import with_shards
 from jaxlm.parallel.rules import RULES as SHARDING
-from jaxlm.parallel.rules import TRAIN
+from jaxlm.parallel.rules import TRAIN, Kind, Rules
 
 # What every run says of its model, and degrees of parallelism, which are 1 unless it says more.
 _SIZES = ("L", "d", "H", "Hkv", "Dh", "F", "V", "gated")
@@ -180,6 +180,7 @@ def express(run: MeasuredRun, rule: RunRule) -> ExpressedRun:
         sequence,
         ExecutionConfig(remat=kept, scan_layers=rule.scan_layers),
         layout,
+        own_rules=_own_rules(run),
         microbatches=_microbatches(run, layout, batch) if run.kind == "train" else 1,
         chunk_tokens=rule.chunk_tokens,
     )
@@ -198,9 +199,7 @@ def _refuse(run: MeasuredRun, rule: RunRule) -> None:
     lacks = {
         "mixture of experts": "experts" in run.dims,
         "latent attention": "attention" in run.dims,
-        # Megatron's ZeRO-1 shards optimizer state alone; `mesh.context` shards parameters too, as FSDP does.
-        "context parallelism with whole parameters": degrees["cp"] > 1
-        and (run.kind != "train" or "zero" in run.parallel),
+        "context parallelism in inference": degrees["cp"] > 1 and run.kind != "train",
         "the layout is not published": "note" in run.parallel,
         "no batch is published": run.global_batch is None and _served(run) is None,
         "replicas in one table": _served(run) is not None and degrees["dp"] > 1,
@@ -252,6 +251,19 @@ def _layout(run: MeasuredRun, target: Target, stack: Stack, slices: int) -> Layo
         along = f"tp = {of_layers}, fsdp = {of_parameters} and cp = {of_sequence}"
         raise NotExpressed(f"{along} on {devices} devices")
     return with_shards(TRAIN, batch=replicas, embed=of_parameters, heads=of_layers, sequence=of_sequence)
+
+
+def _own_rules(run: MeasuredRun) -> Rules | None:
+    """Return the rules of a run whose context parallelism leaves parameters whole: Megatron's ZeRO-1 shards optimizer
+    state alone, where `mesh.context` shards parameters too, as FSDP does."""
+    is_whole = run.parallel.get("cp", 1) > 1 and "zero" in run.parallel
+    return rules_with_whole("train", TRAIN.over("sequence")) if is_whole else None
+
+
+@functools.cache
+def rules_with_whole(kind: Kind, mesh_axes: tuple[str, ...]) -> Rules | None:
+    """Return the rules of a kind of step in which these mesh axes shard no parameters; None for no axes."""
+    return SHARDING[kind].with_whole_parameters(mesh_axes) if mesh_axes else None
 
 
 def _microbatches(run: MeasuredRun, layout: Layout, batch: int) -> int:

@@ -49,6 +49,14 @@ def test_most_measured_cases_are_near_and_inside():
     assert kinds["decode"].median < 0.20
 
 
+def test_pipelines_and_context_are_counted_as_they_ran():
+    by_id = {row.case.id: row for row in ROWS}
+    assert by_id["llama3.1-405b-h100-512-interleaving"].predicted == pytest.approx(1.304, abs=2e-3)
+    assert by_id["mfu-maxtext-10t"].verdict == "inside"
+    long = by_id["mfu-llama31-405b-16384-131072"]
+    assert long.bracket[0] * 0.71 < long.case.published < long.bracket[1]  # 0.71: without scores that the mask hides
+
+
 def test_every_source_is_an_address_or_a_closed_form():
     sources = r"https://\S+.*|github:[\w.-]+/[\w.-]+(@\S+)?:\S+.*|arXiv:\d{4}\.\d{5}.*|closed form: .+"
     assert not [row.case.id for row in ROWS if not re.fullmatch(sources, row.case.source)]

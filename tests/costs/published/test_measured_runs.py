@@ -8,6 +8,7 @@ import pytest
 
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
+from jaxlm.costs.counted.traffic import collectives
 from jaxlm.costs.published.accuracy import Accuracy, by, is_judged, large_misses
 from jaxlm.costs.published.cases import (
     PUBLISHED,
@@ -87,6 +88,19 @@ def test_sharded_replicas_are_data_times_fsdp():
 
 def test_context_parallelism_that_shards_parameters_is_an_axis_of_the_mesh():
     assert express_one(parallel={"fsdp": 2, "cp": 2}).work.layout == Layout(data=2, fsdp=2, context=2)
+
+
+def test_context_parallelism_that_copies_parameters_sums_their_gradients_once_a_step():
+    sharded, copied = (
+        express_one(parallel={"cp": 4, "dp": 2, **zero}, global_batch=16).work for zero in ({}, {"zero": 1})
+    )
+    assert sharded.layout == copied.layout == Layout(data=2, context=4) and copied.microbatches == 4
+    numbers = sum(copied.stored(d.axes, d.shape) for d in copied.parameters.values())
+    assert numbers == copied.trainable_numbers > sharded.trainable_numbers / 3
+    (gradients,) = (each for each in collectives(copied) if each.axes == ("data", "context"))
+    assert (gradients.kind, gradients.times, gradients.bytes) == ("all-reduce", 1, 4 * numbers)
+    of = {each.of for each in collectives(copied) if each.axes == ("context",)}
+    assert of and not of & {"layers", "vectors", "adapters", "gradients"}
 
 
 def test_devices_are_those_of_a_chip():
@@ -195,7 +209,7 @@ def test_seconds_of_a_rate_of_flops_follow_the_group():
     ("changes", "says"),
     [
         ({"dims": a_run().dims | {"experts": 8}}, "mixture of experts"),
-        ({"parallel": {"cp": 2, "dp": 4, "zero": 1}}, "context parallelism with whole parameters"),
+        ({**SERVED, "parallel": {"cp": 2, "dp": 4}}, "context parallelism in inference"),
         ({"parallel": {"note": "unknown"}}, "layout is not published"),
         ({"kind": "serve", "global_batch": None}, "no batch"),
         ({"kind": "serve", "measured": {"output_tokens_per_s": 1.0}, "parallel": {"tp": 2}}, "time of a token"),

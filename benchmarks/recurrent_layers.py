@@ -2,10 +2,10 @@
 
     python benchmarks/recurrent_layers.py [--rounds 5] [--tokens 1024]
 
-A layer of 512 channels has 8 heads of 64 channels, and states of 64 × 64. What is timed is a function of its output of
-2 sequences in float32, with the gradients of its input and its parameters; and the recurrence alone, without products
-and convolutions. They take turns, after one call each that is not timed; medians are written to the results of this
-processor.
+A layer of 512 channels has 8 heads of 64 channels, and states of 64 × 64. What is timed is its output of 2 sequences in
+float32, with the gradients of its input and its parameters from given ones of its output; the recurrence alone, without
+products and convolutions; and the products of the recurrent layers alone, which are the same in all of them. They take
+turns, after one call each that is not timed; medians are written to the results of this processor.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from jaxlm.models.cache import OwnTokens
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.rows import RowContext
+from jaxlm.parallel.mesh import make_mesh
 from kernels_pallas.flash_attention import KeyRange
 
 CHANNELS, HEADS, SIZE, SEQUENCES = 512, 8, 64, 2
@@ -60,23 +61,33 @@ def training(kind: str, tokens: int, by_recurrence: bool = False) -> Callable[[]
     positions = jnp.broadcast_to(jnp.arange(tokens), (SEQUENCES, tokens))
     rows = RowContext(positions, KeyRange(jnp.zeros_like(positions), positions + 1), None, Dropout(), None)
 
-    def loss(parameters: nnx.State, x: jax.Array) -> jax.Array:
-        y = nnx.merge(graph, parameters)(x, rows, OwnTokens())[0]
-        return jnp.sum(y * jnp.cos(x))
+    def layer(parameters: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, parameters)(x, rows, OwnTokens())[0]
 
     x = jax.random.normal(jax.random.key(0), (SEQUENCES, tokens, CHANNELS))
-    gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))
     if not by_recurrence:
-        program = gradients.lower(parameters, x).compile()
-    else:
-        operation = getattr(kernels_pallas, OPERATIONS[kind])
+        return with_gradients(layer, parameters, x)
+    operation = getattr(kernels_pallas, OPERATIONS[kind])
 
-        def token_by_token(*arrays: jax.Array, **options: Any) -> Any:
-            return operation(*arrays, implementation="reference")
+    def token_by_token(*arrays: jax.Array, **options: Any) -> Any:
+        return operation(*arrays, implementation="reference")
 
-        with patch.object(kernels_pallas, OPERATIONS[kind], token_by_token):
-            program = gradients.lower(parameters, x).compile()
-    return lambda: jax.block_until_ready(program(parameters, x))
+    with patch.object(kernels_pallas, OPERATIONS[kind], token_by_token):
+        return with_gradients(layer, parameters, x)
+
+
+def with_gradients(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Return a compiled call that computes a function of arguments, and their gradients from given ones of it."""
+
+    def results(given: Any, *arguments: Any) -> Any:
+        outputs, pull_back = jax.vjp(function, *arguments)
+        return outputs, pull_back(given)
+
+    with jax.set_mesh(make_mesh()):
+        outputs = jax.eval_shape(function, *arguments)
+        given = jax.tree.map(lambda each: jax.random.normal(jax.random.key(9), each.shape), outputs)
+        program = jax.jit(results).lower(given, *arguments).compile()
+    return lambda: jax.block_until_ready(program(given, *arguments))
 
 
 def alone(kind: str, tokens: int, implementation: str) -> Callable[[], Any]:
@@ -88,11 +99,19 @@ def alone(kind: str, tokens: int, implementation: str) -> Callable[[], Any]:
     state = jnp.zeros((SEQUENCES, HEADS, SIZE, SIZE))
     operation = getattr(kernels_pallas, OPERATIONS[kind])
 
-    def loss(*arrays: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(operation(*arrays, state, implementation=implementation)[0]))
+    return with_gradients(lambda *arrays: operation(*arrays, state, implementation=implementation)[0], *arrays)
 
-    program = jax.jit(jax.grad(loss, range(len(arrays)))).lower(*arrays).compile()
-    return lambda: jax.block_until_ready(program(*arrays))
+
+def products(tokens: int) -> Callable[[], Any]:
+    """Return a compiled call that computes the products of a recurrent layer forward and backward."""
+    matrices = [jax.random.normal(jax.random.key(i), (CHANNELS, CHANNELS)) for i in range(5)]
+    x, y = (jax.random.normal(jax.random.key(i), (SEQUENCES * tokens, CHANNELS)) for i in (5, 6))
+
+    def layer(x: jax.Array, y: jax.Array, matrices: list[jax.Array]) -> list[jax.Array]:
+        *inward, outward = matrices
+        return [*(x @ matrix for matrix in inward), y @ outward]
+
+    return with_gradients(layer, x, y, matrices)
 
 
 def main() -> None:
@@ -105,6 +124,7 @@ def main() -> None:
     for kind in OPERATIONS:
         runs[f"{kind} alone"] = alone(kind, arguments.tokens, "xla")
         runs[f"{kind} alone, token by token"] = alone(kind, arguments.tokens, "reference")
+    runs["products alone"] = products(arguments.tokens)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxlm.inference.narrow_pages import narrowed, rounded
 from jaxlm.inference.settings import CacheDtype
 from jaxlm.models.cache import CacheEntry, LayerCache, Slot
-from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray, engine_size, scan, where_rows
+from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray, chunk_tokens, scan, where_rows
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.models.views import PagedSection, PagedView, RowRuns
@@ -276,7 +276,8 @@ class PagedLayer:
         Sequences of one row are carried together, and runs of several rows one after the other, since a run may go on
         from the run before.
         """
-        recurrence = recurrence._replace(size=engine_size(recurrence.size, target.platform()))
+        size = chunk_tokens(recurrence.size, recurrence.operation, target.platform(), is_engine=True)
+        recurrence = recurrence._replace(size=size)
         states, outputs, at = self.states, [], 0
         tokens_R = ChunkRows(rows.is_token_BT[:, 0], rows.begins_BT[:, 0])
         arrays_R, axes = [x[:, 0] for x, _ in inputs], [each for _, each in inputs]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.core import checks, rows
+from kernels_pallas.core import checks, rows, target
 from kernels_pallas.core.choice import cannot_lower, choose, fastest
 from kernels_pallas.core.launch import KernelCosts, vary
 from kernels_pallas.core.measured import CallClass
@@ -19,6 +19,7 @@ from kernels_pallas.linear_attention import reference, xla
 from kernels_pallas.linear_attention.chunked import KERNELS, by_kernel, kernel_costs
 
 CHUNK = 64  # tokens
+CPU_CHUNK = 32  # a CPU's products of 64 are no faster, and the work within a chunk grows with its square
 _LEAST_CHUNK = 16  # of kernels
 
 
@@ -32,7 +33,7 @@ def gated_delta_rule(
     is_token: jax.Array | None = None,
     begins: jax.Array | None = None,
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of the gated delta rule (Yang et al. 2024, arXiv:2412.06464, equation 10), and its state after
@@ -52,7 +53,7 @@ def gated_delta_rule(
         all are tokens.
       begins: bool [B, T], whether a document begins with a token: its tokens read no state of earlier ones. None: no
         document begins.
-      chunk: the tokens that are computed at once. "xla" computes one alone without products.
+      chunk: the tokens that are computed at once; None: 64, on a CPU 32. "xla" computes one alone without products.
       implementation: "reference", which takes one token after the other, "xla" or "mosaic_tpu"; None chooses by the
         chip being lowered for. Kernels want chunks and rows of 16 tokens or more.
 
@@ -76,7 +77,7 @@ def state_space(
     is_token: jax.Array | None = None,
     begins: jax.Array | None = None,
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of Mamba-2's state space (Dao and Gu 2024, arXiv:2405.21060, section 6), and its state after
@@ -95,6 +96,11 @@ def state_space(
     """
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "delta": delta}
     return _run("state_space", arrays, {"skip": skip}, state, is_token, begins, chunk, implementation)
+
+
+def chunk_of(platform: str | None) -> int:
+    """Return the tokens of a chunk where none are asked for, by the platform that is lowered for."""
+    return CPU_CHUNK if platform == "cpu" else CHUNK
 
 
 def kernel_of(name: str, query: jax.Array | jax.ShapeDtypeStruct, chunk: int, chip: TargetChip) -> str | None:
@@ -140,10 +146,11 @@ def _run(
     state: jax.Array,
     is_token: jax.Array | None,
     begins: jax.Array | None,
-    chunk: int,
+    chunk: int | None,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of an operation by the implementation that is asked for or chosen."""
+    chunk = chunk_of(target.current().platform) if chunk is None else chunk
     _check(name, arrays, weights, state, {"is_token": is_token, "begins": begins}, chunk)
     query, value = arrays["query"], arrays["value"]
     by_recurrence, in_chunks = _FUNCTIONS[name]

@@ -156,21 +156,18 @@ def _delta_tokens(
     beta_BKGC: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute several tokens; `total_BKGC` has the sums of g from the first token on."""
-    C = document_BC.shape[1]
     decay_BKGCC, before_BKGC = _decays(document_BC, total_BKGC)
 
-    # Products of keys and queries with keys, and with the state before the chunk.
-    kq_BKRH = jnp.concatenate([k_BKCH, q_BKCH], axis=2)
-    scores_BKRC = jnp.einsum("BKRH,BKCH->BKRC", kq_BKRH, k_BKCH)
-    read_BKGRV = jnp.einsum("BKRH,BKGHV->BKGRV", kq_BKRH, state_BKGHV)
-    of_keys_BKGCC = scores_BKRC[:, :, None, :C] * decay_BKGCC
-    of_queries_BKGCC = scores_BKRC[:, :, None, C:] * decay_BKGCC
-
+    # Keys and queries apart: one product of both would need copies to put them together and to part its results.
+    of_keys_BKGCC, of_queries_BKGCC = (
+        jnp.einsum("BKiH,BKjH->BKij", x_BKCH, k_BKCH)[:, :, None] * decay_BKGCC for x_BKCH in (k_BKCH, q_BKCH)
+    )
+    found_BKGCV, read_BKGCV = (
+        before_BKGC[..., None] * jnp.einsum("BKCH,BKGHV->BKGCV", x_BKCH, state_BKGHV) for x_BKCH in (k_BKCH, q_BKCH)
+    )
     system_BKGCC = jnp.tril(beta_BKGC[..., None] * of_keys_BKGCC, -1)
-    right_BKGCV = beta_BKGC[..., None] * (v_BKGCV - before_BKGC[..., None] * read_BKGRV[:, :, :, :C])
-    change_BKGCV = solved(system_BKGCC, right_BKGCV)
-    y_BKGCV = before_BKGC[..., None] * read_BKGRV[:, :, :, C:]
-    y_BKGCV += jnp.einsum("BKGij,BKGjV->BKGiV", of_queries_BKGCC, change_BKGCV)
+    change_BKGCV = solved(system_BKGCC, beta_BKGC[..., None] * (v_BKGCV - found_BKGCV))
+    y_BKGCV = read_BKGCV + jnp.einsum("BKGij,BKGjV->BKGiV", of_queries_BKGCC, change_BKGCV)
     # What the last token sees of each is what is left of it after the chunk: padding decays nothing.
     left_BKGCV = decay_BKGCC[..., -1, :, None] * change_BKGCV
     after_BKGHV = before_BKGC[..., -1, None, None] * state_BKGHV

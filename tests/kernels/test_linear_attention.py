@@ -130,6 +130,6 @@ def test_the_memory_of_training_is_linear_in_the_chunks(name):
         return program.memory_analysis().temp_size_in_bytes
 
     for tokens in (2048, 8192):
-        # Of each token a 64th of a state and four numbers for each of the operands' and the output's.
-        assert needed(2 * tokens) - needed(tokens) < tokens * (of_state / 64 + 4 * 4 * 4 * N * H)
+        # Of each token a 32nd of a state (a CPU's chunks) and four numbers for each of the operands' and the output's.
+        assert needed(2 * tokens) - needed(tokens) < tokens * (of_state / 32 + 4 * 4 * 4 * N * H)
     assert needed(2048, implementation="reference") > 2048 * of_state

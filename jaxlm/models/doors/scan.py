@@ -68,10 +68,16 @@ class ScanKernel(NamedTuple):
 
 
 class ScanOperation(NamedTuple):
-    """An operation of `kernels_pallas`. `work` returns the kernel that computes a call on a chip, or None for XLA."""
+    """An operation of `kernels_pallas`.
+
+    Attributes:
+      work: returns the kernel that computes a call on a chip, or None for XLA.
+      size: returns the most tokens of a chunk on a platform; None is one that is not known.
+    """
 
     run: Operation
     work: KernelWork
+    size: Callable[[str | None], int]
 
 
 class Recurrence(NamedTuple):
@@ -81,7 +87,7 @@ class Recurrence(NamedTuple):
       chunk: computes a chunk, as chunk(states, rows, *inputs, *weights).
       first: by slot, the state [*shape] before the first token of a document, and its logical axes.
       axes: the logical axes of the outputs, [B, T, …].
-      size: the most tokens of a chunk; None computes all tokens of a pass at once.
+      size: the most tokens of a chunk; None: what the operation takes at once, or else all tokens of a pass.
       weights: arrays that all tokens read, each with its logical axes.
       operation: computes all tokens of a pass, where `kernels_pallas` has an operation that does.
     """
@@ -105,7 +111,8 @@ def _signature(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs:
     weights = recurrence.weights
 
     def first(states: States, rows: ChunkRows, inputs: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
-        rows, inputs = jax.tree.map(lambda x: x[:, : recurrence.size], (rows, inputs))
+        size = chunk_tokens(recurrence.size, recurrence.operation, None)
+        rows, inputs = jax.tree.map(lambda x: x[:, :size], (rows, inputs))
         return recurrence.chunk(states, rows, *inputs, *weights)[1]
 
     output = jax.eval_shape(first, states, rows, [x for x, _ in inputs], [x for x, _ in weights])
@@ -152,7 +159,8 @@ class _Calls(NamedTuple):
 def _calls(local: Local) -> list[_Calls]:
     """Return the calls on one device. An engine scans the sequences of its decode section in
     one call, and the tiles of prompts one after the other."""
-    size = engine_size(local.options["size"], local.platform) if local.sections else local.options["size"]
+    how = local.options["size"], local.options["operation"], local.platform
+    size = chunk_tokens(*how, is_engine=bool(local.sections))
 
     def of(rows: int, tokens: int, times: int = 1) -> _Calls:
         return _Calls(rows, tokens, min(size or tokens, tokens), times)
@@ -206,12 +214,12 @@ def _declare(local: Local) -> DoorCost:
 
 def _kernel(local: Local, inputs: Sequence[LocalArray], call: _Calls) -> ScanKernel | None:
     """Return the kernel that computes a call; None if XLA does."""
-    operation, size = local.options["operation"], local.options["size"]
+    operation = local.options["operation"]
     if operation is None or not local.kernels or local.platform == "cpu":
         return None
     chip = target.of_kind(local.platform, local.device_kind) if local.device_kind else target.any_of(local.platform)
     structs = [jax.ShapeDtypeStruct((call.B, call.T, *x.shape[2:]), x.dtype) for x in inputs]
-    return operation.work(chip, structs, size)
+    return operation.work(chip, structs, chunk_tokens(local.options["size"], operation, local.platform))
 
 
 def _of_kernels(kernels: Sequence[tuple[ScanKernel, int]], training: bool) -> dict[str, Any]:
@@ -237,7 +245,7 @@ def _scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: Toke
             recurrence.operation.run,
             *(*inputs, *recurrence.weights, *of_states, *((x, recurrence.axes[:2]) for x in rows)),
             results=(recurrence.axes, *(axes for _, axes in of_states)),
-            chunk=recurrence.size,
+            chunk=chunk_tokens(recurrence.size, recurrence.operation, target.platform()),
         )
 
     def one(states: States, chunk: tuple[ChunkRows, tuple[jax.Array, ...]]) -> tuple[States, jax.Array]:
@@ -260,10 +268,15 @@ def scan(recurrence: Recurrence, states: States, rows: ChunkRows, *inputs: Token
     return outputs_BT, dict(zip(states, after, strict=True))
 
 
-def engine_size(size: int | None, platform: str | None) -> int | None:
-    """Return the most tokens of an engine's chunks, for a recurrence of this size: on a CPU one, so that each token is
-    computed in one way, wherever a prompt is cut and whether it is read or drawn."""
-    return 1 if size is not None and platform == "cpu" else size
+def chunk_tokens(
+    size: int | None, operation: ScanOperation | None, platform: str | None, *, is_engine: bool = False
+) -> int | None:
+    """Return the most tokens of a chunk on a platform, for a recurrence of this size and operation; None is all of a
+    pass. Those of an engine on a CPU have one token, so that each is computed in one way, wherever a prompt is cut and
+    whether it is read or drawn."""
+    if size is None and operation is not None:
+        size = operation.size(platform)
+    return 1 if is_engine and size is not None and platform == "cpu" else size
 
 
 def by_token(

@@ -12,7 +12,7 @@ from jaxlm.models.doors.cost import DoorProduct, Product
 from jaxlm.models.doors.scan import ChunkRows, Operation, Recurrence, ScanKernel, ScanOperation, States, TokenArray
 from jaxlm.models.logical_axes import HEAD_STATE, HEADS
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.linear_attention import CHUNK, kernel_costs, kernel_of
+from kernels_pallas.linear_attention import chunk_of, kernel_costs, kernel_of
 
 _SLOT = "matrix"
 
@@ -33,9 +33,8 @@ def matrix_recurrence(
         _OperationChunk(operation),
         first,
         HEADS,
-        CHUNK,
-        weights,
-        ScanOperation(operation, _delta_kernel if is_delta else _state_space_kernel),
+        weights=weights,
+        operation=ScanOperation(operation, _delta_kernel if is_delta else _state_space_kernel, chunk_of),
     )
 
 

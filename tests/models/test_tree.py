@@ -65,7 +65,9 @@ PUBLISHED = {
     "qwen3-next-80b-a3b": 79_674_391_296,
     "mamba2-2.7b": 2_702_599_680,
     "codestral-mamba-7b": 7_285_403_648,
+    "qwen3.5-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
+    "nemotron3-nano-30b-a3b": 31_577_937_344,
     "lfm2-1.2b": 1_170_340_608,
     "lfm2-8b-a1b": 8_339_929_856,
     "deepseek-v2-lite": 15_706_484_224,
@@ -326,6 +328,20 @@ MAMBA = {
 ALONE = {"embedding": "vocab embed", "final_norm/scale": "channels", "layers/attention_norm/scale": "layers channels"}
 GOLDEN_AXES |= {"mamba2": ALONE | MAMBA, "codestral": ALONE | MAMBA | {"unembedding": "embed vocab"}}
 GOLDEN_AXES["qwen3.5"] = GOLDEN_AXES["qwen3-next"]
+FULL = GOLDEN_AXES["qwen3-32b"]
+GOLDEN_AXES["qwen3.5-27b"] = stacked(
+    without(FULL, *(path for path in FULL if path.startswith("layers/attention/"))) | DELTA, "delta"
+) | stacked(FULL | {"layers/attention/gate": "layers embed heads head_dim"}, "full")
+ATTENTION = {path: axes for path, axes in GOLDEN_AXES["llama"].items() if not path.startswith("layers/feed_forward")}
+GOLDEN_AXES["nemotron3"] = (
+    stacked(GOLDEN_AXES["codestral"], "state_space")
+    | stacked(ATTENTION, "full")
+    | stacked(
+        without(CHOSEN | SHARED, "layers/feed_forward/gate", "layers/feed_forward/shared/gate")
+        | {"layers/feed_forward_norm/scale": "layers channels"},
+        "mixture",
+    )
+)
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}
 

@@ -83,15 +83,16 @@ class Family:
 @functools.cache
 def families() -> dict[str, Family]:
     """Return all families by their `model_type`, the plainest first: Llama, then those with one kind of attention, by
-    the number of files that a family builds on."""
+    the number of files that a family builds on, and of translations of several keys together."""
     names = sorted(file.name.removesuffix(".toml") for file in _FILES.iterdir() if file.name.endswith(".toml"))
     found = [_family(name) for name in names if "model_type" in _read(name)]
     return {family.name: family for family in sorted(found, key=_parts)}
 
 
-def _parts(family: Family) -> tuple[bool, int, int, str]:
+def _parts(family: Family) -> tuple[bool, int, int, int, str]:
     """Return what orders families."""
-    return family.name != "llama", len(named_kinds(family.rules)), family.bases, family.name
+    kinds = len(named_kinds(family.rules))
+    return family.name != "llama", kinds, family.bases, len(family.composites), family.name
 
 
 def named(model_type: Any, where: str) -> Family:

@@ -33,12 +33,16 @@ def why_of_none(model: ModelConfig, tried: Iterable[tuple[Family, ModelConfig | 
 
 
 def computed(block: BlockConfig) -> dict[str, Any]:
-    """Return the keys of a block that inference reads."""
+    """Return the keys of a block that inference reads, with the scale of scores that grouped-query attention takes."""
     parts: dict[str, Any] = {name: part.training_keys for name, part in block if isinstance(part, LayerConfig)}
     unread: dict[str, Any] = {name: set(keys) for name, keys in parts.items() if keys}
     if block.attention.rotated is None and block.position.kind != "learned":
         unread["position"] = True  # nothing rotates
-    return block.model_dump(exclude=unread)
+    keys = block.model_dump(exclude=unread)
+    attention = keys["attention"]
+    if "head_dim" in attention and attention.get("scale", 1.0) is None:
+        attention["scale"] = attention["head_dim"] ** -0.5
+    return keys
 
 
 def _differences(model: ModelConfig, family: Family, outcome: ModelConfig | str) -> tuple[list[Change], str]:

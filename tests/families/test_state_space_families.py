@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
+from matrices import sampled
+from test_settings import PUBLISHED as CONFIGS
 from workload_fixtures import workload
 
 from jaxlm import config
@@ -12,6 +14,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.plan import parameter_counts
 from jaxlm.families.family import families
 from jaxlm.families.settings import config_of, family_of, model_of
+from jaxlm.models.config import ModelConfig
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 MAMBA = {
@@ -95,16 +98,36 @@ SMALL = TINY | {
 
 @pytest.mark.parametrize(
     ("settings", "total", "active"),
-    [
-        pytest.param(SMALL, 32_207_337_984, 8_803_121_664, id="Granite-4.0-H-Small"),
-        pytest.param(TINY, 6_939_037_248, 1_465_470_528, id="Granite-4.0-H-Tiny"),
-    ],
+    sampled(
+        [
+            pytest.param(SMALL, 32_207_337_984, 8_803_121_664, id="Granite-4.0-H-Small"),
+            pytest.param(TINY, 6_939_037_248, 1_465_470_528, id="Granite-4.0-H-Tiny"),
+            pytest.param(CONFIGS["nemotron3-nano-30b-a3b"], 31_577_937_344, 3_580_073_408, id="Nemotron-3-Nano"),
+        ],
+        ["Granite-4.0-H-Small", "Nemotron-3-Nano"],
+    ),
 )
 def test_counts_are_those_of_transformers_modules(settings, total, active):
     model = model_of(settings, "config.json")
     counts = parameter_counts(workload("train", model, batch=8, sequence=1024))
     assert (counts["total"], counts["active"]) == (total, active)
-    assert family_of(model).name == "granitemoehybrid"
+    assert family_of(model).name == settings["model_type"]
+
+
+def test_a_mixture_with_mamba2_from_scratch_is_of_granite_s_family():
+    """With the scale of scores that attention has by itself; a layer cannot be dense among others."""
+    mixture = {"kind": "mixture", "num_experts": 8, "d_ff": 16, "shared": {"d_ff": 16}}
+    mixture |= {"router": {"scores": "softmax_of_chosen"}}
+    state_space = {"kind": "mamba2", "num_heads": 4, "head_dim": 16}
+    keys = {"vocab_size": 64, "context_length": 64, "num_layers": 4, "d_model": 32, "attention": {"num_heads": 4}}
+    keys |= {"feed_forward": mixture, "pattern": [{"name": "mamba", "attention": state_space}, {"name": "full"}]}
+    for positions in ("none", "rope"):
+        assert (
+            family_of(ModelConfig.model_validate(keys | {"position": {"kind": positions}})).name == "granitemoehybrid"
+        )
+    keys["pattern"][0] |= {"feed_forward": {"kind": "dense", "d_ff": 16}}
+    with pytest.raises(InputError, match="this \\[model\\] is of no family"):
+        family_of(ModelConfig.model_validate(keys))
 
 
 def test_layers_of_granite_are_read_in_every_spelling_and_written_in_both():

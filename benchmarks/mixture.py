@@ -10,16 +10,14 @@ experts; its selection bias, and no loss, has to spread them.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import results
+import training_runs
 from flax import nnx
 
 from jaxlm.models.config import ModelConfig
@@ -46,23 +44,11 @@ SKEW, RATE, STEPS = 4.0, 0.001, 500  # the rate is the default
 
 def train(name: str, overrides: list[str], seed: int, steps: int, folder: Path) -> dict:
     """Train, from where a run in the folder left off, and return the last held-out loss and metrics of the experts."""
-    run = folder / f"{name}-{seed}"
-    code = "import sys; from jaxlm.cli import main; sys.exit(main())"
     keys = [f"{key}={value}" for key, value in BOTH.items()]
     keys += [f"training.steps={steps}", f"training.seed={seed}", *overrides]
-    command = [sys.executable, "-c", code, "train", str(CONFIG), *keys, "--out", str(run), "--json"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = ("expert_load", "router_entropy", "balance_loss")
-    return {
-        "model": name,
-        "seed": seed,
-        "steps": evaluations[-1]["step"],
-        "held_out_loss": evaluations[-1]["loss"],
-        "curve": {each["step"]: each["loss"] for each in evaluations},
-        **{key: metrics[-1][key] for key in kept if key in metrics[-1]},
-    }
+    ran = training_runs.train(CONFIG, folder / f"{name}-{seed}", keys)
+    kept = {key: ran.metrics[-1].get(key) for key in ("expert_load", "router_entropy", "balance_loss")}
+    return {"model": name, "seed": seed, **ran.held_out, **{key: x for key, x in kept.items() if x is not None}}
 
 
 def balanced(steps: int = STEPS, tokens: int = 2048, width: int = 64) -> dict:

@@ -7,14 +7,12 @@ records the loss over the entire held-out tenth of the text.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import tomllib
 from pathlib import Path
 
 import results
+import training_runs
 
 CONFIG = Path(__file__).parents[1] / "configs" / "shakespeare_char.toml"
 LEARNING_RATES = (tomllib.loads(CONFIG.read_text())["optimizer"]["learning_rate"], 1e-3)  # the second is nanoGPT's
@@ -22,18 +20,14 @@ LEARNING_RATES = (tomllib.loads(CONFIG.read_text())["optimizer"]["learning_rate"
 
 def train(text: Path, learning_rate: float, seed: int, folder: Path) -> dict:
     """Train once and return the last held-out loss."""
-    run = folder / f"{learning_rate}-{seed}"
-    code = "import sys; from jaxlm.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "train", str(CONFIG), f"data.text={text}", f"training.seed={seed}"]
-    command += [f"optimizer.learning_rate={learning_rate}", "--out", str(run), "--json"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    keys = [f"data.text={text}", f"training.seed={seed}", f"optimizer.learning_rate={learning_rate}"]
+    last = training_runs.train(CONFIG, folder / f"{learning_rate}-{seed}", keys).evaluations[-1]
     return {
         "learning_rate": learning_rate,
         "seed": seed,
-        "steps": evaluations[-1]["step"],
-        "held_out_loss": evaluations[-1]["loss"],
-        "held_out_tokens": evaluations[-1]["tokens"],
+        "steps": last["step"],
+        "held_out_loss": last["loss"],
+        "held_out_tokens": last["tokens"],
     }
 
 

@@ -195,7 +195,8 @@ def _show(plan: "Plan") -> None:
             if stages["idle_slots"]
             else "as many layers on each"
         )
-        table.add("stages", f"{stages['count']}, {idle}; {stages['bubble']:.1%} of passes are idle")
+        chunks = f", each with {stages['rounds']} chunks of layers" if stages["rounds"] > 1 else ""
+        table.add("stages", f"{stages['count']}{chunks}, {idle}; idle in {stages['bubble']:.1%} of their time (bubble)")
     if other := plan.stack.changes():
         table.add("stack", ", ".join(f"{key}={value}" for key, value in other.items()))
     if plan.layers is not None:
@@ -236,10 +237,9 @@ def _show(plan: "Plan") -> None:
     bracket = f"{units.seconds(time.low)} to {units.seconds(time.upper_bound)}"
     table.add("time, expected", f"{units.seconds(time.expected)} a step, within {bracket}")
     if sent := row.get("sent"):
-        waits, hidden = units.seconds(sent["exposed_s"]), units.seconds(sent["hidden_s"])
-        table.add(
-            "sent", f"{units.size(sent['bytes'])} on each device: {waits} waited for, {hidden} behind computation"
-        )
+        exposed, hidden = units.seconds(sent["exposed_s"]), units.seconds(sent["hidden_s"])
+        waits = f"{units.size(sent['exposed_bytes'])} waited for ({exposed}), the rest behind computation ({hidden})"
+        table.add("sent", f"{units.size(sent['bytes'])} on each device: {waits}")
     if outer := row.get("outer_step"):
         sent, took = units.size(outer["bytes"]), units.seconds(outer["time_s"])
         every = f"every {outer['period']:,} steps {outer['replicas']} replicas sum {sent} each"

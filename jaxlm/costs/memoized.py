@@ -5,16 +5,24 @@ from collections.abc import Callable
 from typing import Any
 
 
-def memoized(method: Callable) -> Callable:
-    """Return a method that computes its result once for each object and arguments. The object keeps the results in its
-    `answers`."""
-    name = method.__name__
+def memoized_in(answers: str) -> Callable[[Callable], Callable]:
+    """Return a decorator of methods that compute their result once for each arguments and each dictionary that objects
+    have as their attribute `answers`, which several objects may share."""
 
-    @functools.wraps(method)
-    def memoized_method(self: Any, *arguments: Any) -> Any:
-        key = name, *arguments
-        if key not in self.answers:
-            self.answers[key] = method(self, *arguments)
-        return self.answers[key]
+    def decorate(method: Callable) -> Callable:
+        name = method.__name__
 
-    return memoized_method
+        @functools.wraps(method)
+        def memoized_method(self: Any, *arguments: Any) -> Any:
+            key, known = (name, *arguments), getattr(self, answers)
+            if key not in known:
+                known[key] = method(self, *arguments)
+            return known[key]
+
+        return memoized_method
+
+    return decorate
+
+
+# Returns a method that computes its result once for each object and arguments.
+memoized = memoized_in("answers")

@@ -5,30 +5,37 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxlm.config import divided_by_mesh, may_serve
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.device import device_step
+from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.layer_loops import resolved
 from jaxlm.costs.plan import HEADROOM, Plan, plan
-from jaxlm.costs.plan_order import FASTEST, PlanOrder
+from jaxlm.costs.plan_order import FASTEST, PlanOrder, divides_layers_over_network
 from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.stack_memory import least_memory, stack_memory
+from jaxlm.costs.timing.step_time import step_time
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel import layout_choice
 from jaxlm.parallel.layout import Layout, can_cross
 
 # The settings that a search varies, by their keys.
-VARIED = {"microbatches": "training.microbatches", "remat": "execution.remat"}
-
+VARIED = {
+    "microbatches": "training.microbatches",
+    "remat": "execution.remat",
+    "rounds": "execution.pipeline_rounds",
+}
 
 # Meshes with stages or with shared sequences are searched around so many of the best.
 _FRONTIER = 2
+# So many plans are found whatever their order; of slower ones some are left out.
+BEST = 10
 
 
 def layouts(work: Workload, devices: int, slices: int = 1) -> Iterator[Layout]:
@@ -80,12 +87,12 @@ def search(
     stack: Stack = JAXLM,
     staged: bool = True,
 ) -> list[Plan]:
-    """Return plans of a workload that leave `HEADROOM`, the best first. Where none leaves it, return those that fit at
-    all.
+    """Return plans of a workload that leave `HEADROOM`, the best first; the `BEST` of them, and others. Where none
+    leaves it, return those that fit at all.
 
     On each mesh there are the plans of its `_worthwhile` variants. All meshes without stages and shared sequences are
-    looked at. In training the search goes on from the best, step by step: a prime factor of one axis moves to another,
-    until all neighbours of the best meshes were looked at.
+    looked at, as far as they may be among the best. In training the search goes on from the best, step by step: a prime
+    factor of one axis moves to another, until all neighbours of the best meshes were looked at.
 
     Args:
       staged: whether a run can have stages.
@@ -109,65 +116,113 @@ class _Search:
     stack: Stack
     staged: bool
     limit: float
+    found: list[float] = field(default_factory=list)  # the values of plans, the best first
 
     def looked(self) -> Collection[_Looked]:
         """Return what there is on each of the layouts that were looked at."""
         stages = self.stack.pipeline.stages
         flat = list(_flat(self.work, self.target.part(stages).devices))
-        looked = {layout: self._look(layout) for layout in flat}
+        looked = self._look_at(flat)
         axes = layout_choice.distinct_axes(self.work.rules, _axes(self.work))
         while self.work.kind == "train" and stages == 1:
             best = sorted(looked, key=lambda layout: looked[layout].rank)[:_FRONTIER]
             near = dict.fromkeys(other for layout in best for other in layout_choice.neighbours(layout, axes))
             if not (new := [layout for layout in near if layout not in looked]):
                 break
-            for layout in new:
-                looked[layout] = _NOTHING
-                if self.staged or layout.over(self.work.rules.over("layers")) == 1:
-                    # Some models have no stages, or pass on states along a sequence.
-                    with contextlib.suppress(InputError):
-                        looked[layout] = self._look(layout)
+            looked |= dict.fromkeys(new, _NOTHING) | self._look_at(new)
         return looked.values()
 
-    def _look(self, layout: Layout) -> _Looked:
+    def _look_at(self, layouts: Iterable[Layout]) -> dict[Layout, _Looked]:
+        """Look at layouts, those first that may be best, and the less at others the more is found."""
+        looked: dict[Layout, _Looked] = {}
+        left: list[tuple[float, Layout, list[list[Workload]]]] = []
+        for layout in layouts:
+            # Some models have no stages, or pass on states along a sequence.
+            with contextlib.suppress(InputError):
+                if isinstance(first := self._settings(layout), _Looked):
+                    looked[layout] = first
+                else:
+                    left.append((self._least_value(first), layout, first))
+        for least, layout, by_remat in sorted(left, key=lambda each: each[0]):
+            worth = len(self.found) < BEST or least <= self.found[BEST - 1]
+            looked[layout] = self._look(by_remat) if worth else _NOTHING
+        return looked
+
+    def _settings(self, layout: Layout) -> _Looked | list[list[Workload]]:
+        """Return the variants of a layout by rematerialisation; what it needs or lacks where it has no plans."""
         work = replace(self.work.on(self.target.chip), layout=layout)
+        if "rounds" not in self.fixed:
+            work = work.with_execution(pipeline_rounds=1)
         if not _may_run(work, self.target.slices, layout):
             return _NOTHING._replace(rank=(max(1.0, work.batch_shards / work.batch), math.inf))
+        if work.stages > 1 and not self.staged:
+            return _NOTHING
         if work.kind == "train" and (state := least_memory(work, self.stack)).total > self.limit:
             return _Looked([], (1.0, state.total), state)
-        by_remat = [list(same) for _, same in itertools.groupby(variants(work, self.fixed), lambda each: each.remat)]
-        if not by_remat:
-            return _NOTHING
+        varied = itertools.groupby(variants(work, self.fixed), lambda each: each.remat)
+        return [list(same) for _, same in varied] or _NOTHING
+
+    def _least_value(self, by_remat: list[list[Workload]]) -> float:
+        """Return the value that no plan on a mesh is below: that of the first variant, whatever memory it needs. With
+        stages the bubble gets shorter with more microbatches."""
+        first = by_remat[0][0]
+        if first.kind != "train" or first.stages > 1:
+            return 0.0
+        first = resolved(first, None, self.stack)
+        time, least = step_time(first, self.target, self.stack), least_memory(first, self.stack)
+        return self.order.value(Plan(first, self.target, flops(first), least, time, None, self.stack))
+
+    def _look(self, by_remat: list[list[Workload]]) -> _Looked:
         # The last rematerialisation keeps least.
         needed = min((self._memory(by_remat[-1][i]) for i in (0, -1)), key=lambda memory: memory.total)
         if needed.total > self.limit:
             return _Looked([], (1.0, needed.total), needed)
         plans = list(self._worthwhile(by_remat))
+        for each in plans:
+            # The order sets others back, by as much as depends on all.
+            if not divides_layers_over_network(each):
+                bisect.insort(self.found, self.order.value(each))
         return _Looked(plans, (0.0, min(map(self.order.value, plans))), needed)
 
     def _worthwhile(self, by_remat: list[list[Workload]]) -> Iterator[Plan]:
         """Yield the plans of the variants on a mesh that no other outdoes: of each rematerialisation that with the
         fewest microbatches that fit and, where its layers are in a loop, that with the fewest for which they are not.
-        In a pipeline more microbatches shorten the bubble, as long as they do.
+        In a pipeline more microbatches shorten the bubble, as long as they do, and so do more rounds.
         """
         fewest = None
         for counts in by_remat:
-            fitting = _from_the_first(counts, self._fits)
-            if not fitting:
+            # What computes more again is worth it in fewer microbatches alone.
+            fewer = [each for each in counts if fewest is None or each.microbatches < fewest]
+            if not (fitting := _from_the_first(fewer, self._fits)):
                 continue
-            if fewest is not None and fitting[0].microbatches >= fewest:
-                continue  # computes more again, in as many microbatches
+            fitting = [*fitting, *counts[len(fewer) :]]
             fewest = fitting[0].microbatches
             if fitting[0].stages == 1:
                 yield self._plan(fitting[0])
                 if self._in_loop(fitting[0]):
                     yield from map(self._plan, _from_the_first(fitting, lambda each: not self._in_loop(each))[:1])
             else:
-                yield from self._while_faster(fitting)
+                plans = list(self._while_faster(fitting))
+                yield from plans
+                yield from self._with_rounds(plans[-1])
 
-    def _while_faster(self, counts: Sequence[Workload]) -> Iterator[Plan]:
-        last = math.inf
-        for each in counts:
+    def _with_rounds(self, best: Plan) -> Iterator[Plan]:
+        """Yield the plans with more and more chunks of layers on each stage, as long as they fit and are faster, where
+        they could be among the best without any bubble."""
+        work = best.work
+        computed = 1 - best.time.parts["pipeline bubble"].seconds / best.time.expected
+        is_among_best = len(self.found) < BEST or self.order.value(best) * computed <= self.found[BEST - 1]
+        if "rounds" in self.fixed or work.microbatches % work.stages or not is_among_best:
+            return
+        most = work.model.num_layers // work.stages
+        in_rounds = (work.with_execution(pipeline_rounds=2**n) for n in range(1, most.bit_length()))
+        fitting = itertools.takewhile(self._fits, in_rounds)
+        yield from self._while_faster(fitting, self.order.value(best))
+
+    def _while_faster(self, variants: Iterable[Workload], last: float = math.inf) -> Iterator[Plan]:
+        """Yield the plans of variants as long as each is faster than the one before it; the first faster than
+        `last`."""
+        for each in variants:
             planned = self._plan(each)
             if self.order.value(planned) >= last:
                 break
@@ -193,7 +248,7 @@ class _Search:
 def _from_the_first(counts: Sequence[Workload], holds: Callable[[Workload], bool]) -> Sequence[Workload]:
     """Return a workload in more and more microbatches from the first for which something holds that holds for all
     further ones too, but that may hold for one microbatch alone, which has no sums of gradients."""
-    if holds(counts[0]):
+    if not counts or holds(counts[0]):
         return counts
     if not holds(counts[-1]):
         return []

@@ -300,8 +300,9 @@ class Workload:
         return self.remat if isinstance(self.remat, str) else json.dumps(self.remat)
 
     def overrides(self) -> str:
-        """`microbatches` and `remat` as a shell takes them, to be given to a command."""
-        return f"training.microbatches={self.microbatches} execution.remat={shlex.quote(self.remat_shown)}"
+        """`microbatches`, `remat`, and `rounds` where there are several, as a shell takes them for a command."""
+        rounds = f" execution.pipeline_rounds={self.rounds}" if self.rounds > 1 else ""
+        return f"training.microbatches={self.microbatches} execution.remat={shlex.quote(self.remat_shown)}{rounds}"
 
     def on(self, chip: Chip) -> "Workload":
         """Return the workload on a chip, without kernels if none are compiled for that chip."""
@@ -376,7 +377,7 @@ class Workload:
         """Forward passes that follow one another: microbatches, or the engine's steps of the one shape."""
         return self.microbatches if self.engine_steps is None else self.engine_steps.times
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """The stages of a pipeline on which the layers lie; 1 without."""
         return self.layout.over(self.rules.over("layers"))
@@ -386,7 +387,7 @@ class Workload:
         """The chunks of layers of each stage."""
         return self.execution.pipeline_rounds if self.stages > 1 else 1
 
-    @property
+    @cached_property
     def gathers_once(self) -> bool:
         """True if the matrices of layers are gathered once a step, before all ticks of a pipeline."""
         return self.stages > 1 and self.execution.pipeline_gather == "step"
@@ -400,7 +401,7 @@ class Workload:
         devices = self.layout.over(self.rules.over("experts"))
         return expert_parallel.way(self.execution.expert_parallel, self.model, devices)
 
-    @property
+    @cached_property
     def ticks(self) -> Ticks:
         """The schedule of the stages."""
         return Ticks(self.stages, self.microbatches, self.rounds)
@@ -421,7 +422,7 @@ class Workload:
         """True if gradients of several passes are added up in float32."""
         return self.microbatches > 1 or self.stages > 1
 
-    @property
+    @cached_property
     def stage_layers(self) -> StageLayers:
         """The layers of a chunk of a stage."""
         return stage_layers(self.model, self.stages, self.rounds)

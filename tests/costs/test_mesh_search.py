@@ -45,6 +45,27 @@ def test_a_search_finds_the_best_of_all_meshes_and_settings(name, chips, batch, 
     assert search(work, target)[0].time.expected <= best * (1 + TIE)
 
 
+def test_what_a_search_leaves_out_is_not_among_the_best(monkeypatch):
+    """It leaves out meshes that are slower with all activations kept in one microbatch than the best in any way."""
+    target = Target.parse("h100-sxm5:64")
+    work = workload("train", config.load("mixtral-8x7b").model, 64, 4096)
+    some = search(work, target)
+    monkeypatch.setattr("jaxlm.costs.search.BEST", 10**6)
+    every = search(work, target)
+    assert 10 <= len(some) < len(every) / 2
+    assert [each.work for each in some[:10]] == [each.work for each in every[:10]]
+
+
+def test_a_search_tries_more_chunks_of_layers_on_each_stage():
+    target = Target.parse("h100-sxm5:16")
+    work = workload("train", config.load("llama3.1-8b").model, 16, 8192)
+    mesh = Layout(pipeline=2, fsdp=8)
+    in_rounds = {plan.work.rounds: plan for plan in search(work, target) if plan.work.layout == mesh}
+    assert set(in_rounds) >= {1, 2} and in_rounds[2].time.expected < in_rounds[1].time.expected
+    assert "execution.pipeline_rounds=2" in in_rounds[2].work.overrides()
+    assert {plan.work.rounds for plan in search(work, target, ["rounds"])} == {1}
+
+
 def test_it_moves_a_factor_of_one_axis_to_another():
     found = set(layout_choice.neighbours(Layout(fsdp=6), ("pipeline", "fsdp")))
     assert found == {Layout(pipeline=2, fsdp=3), Layout(pipeline=3, fsdp=2)}

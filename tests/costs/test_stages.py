@@ -160,10 +160,12 @@ def test_a_plan_says_what_its_stages_wait_for(capsys):
     arguments = ["llama3.1-405b", "--on", "h100-sxm5:64", "--mesh", "pipeline=8,fsdp=8", "training.microbatches=16"]
     assert main(["plan", *arguments, "training.batch=128"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "stages 8, 2 of 128 slots without a layer; 30.4% of passes are idle" in said
+    assert "stages 8, 2 of 128 slots without a layer; idle in 30.4% of their time (bubble)" in said
     assert main(["plan", *arguments, "training.batch=128", "--json"]) == 0
     sent = json.loads(capsys.readouterr().out)["sent"]
-    assert f"sent {units.size(sent['bytes'])} on each device: {units.seconds(sent['exposed_s'])} waited for" in said
+    assert 0 < sent["exposed_bytes"] < sent["bytes"]
+    waits = f"{units.size(sent['exposed_bytes'])} waited for ({units.seconds(sent['exposed_s'])})"
+    assert f"sent {units.size(sent['bytes'])} on each device: {waits}" in said
 
 
 def test_a_plan_that_does_not_fit_says_what_would_help(capsys):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.recorder import RecordedOp
+from jaxlm.costs.memoized import memoized_in
 from jaxlm.costs.workload import ROWS, Workload
 from jaxlm.models.doors.cost import DoorCost, Local, LocalArray
-from jaxlm.models.execution_config import Remat
 from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.rules import Placement, together
 
@@ -25,7 +25,11 @@ class _PlacedArray(NamedTuple):
 
 
 class DeviceStep:
-    """One device of a mesh in a step: the recording, and the cost of each door on that device."""
+    """One device of a mesh in a step: the recording, and the cost of each door on that device.
+
+    Results are kept in `answers`, in `answers_of_rows`, which steps with the same local computation share, and in
+    `answers_on_mesh`, which steps of one model on one mesh share.
+    """
 
     def __init__(self, work: Workload):
         self.work = work
@@ -39,7 +43,8 @@ class DeviceStep:
             self.recording, self._sections = recorder.record_engine(*forward), work.sections
         self._placed = _placed_arrays(*forward, work.rules, layout, work.row_shards())
         of_rows = work.rows(), work.draws(), self._sections, dtypes, *work.target, work.execution.context_parallel
-        self._costs, self.rerun = _shared(*forward, work.rules, work.frozen, layout, *of_rows)
+        self._costs, self.answers_of_rows = _shared(*forward, work.rules, work.frozen, layout, *of_rows)
+        self.answers_on_mesh = _shared_on_mesh(*forward, work.rules, work.frozen, work.layout, dtypes, *work.target)
 
     @cached_property
     def trained(self) -> frozenset[int]:
@@ -47,9 +52,9 @@ class DeviceStep:
         work = self.work
         return _trained(work.frozen, *_recorded(work)) if work.kind == "train" else frozenset()
 
-    @cached_property
+    @memoized_in("answers_on_mesh")
     def layered(self) -> frozenset[str]:
-        """The paths of the parameters that layers read."""
+        """Return the paths of the parameters that layers read."""
         recorded = self.recording
         return frozenset(
             recorded.parameters[value]
@@ -156,13 +161,24 @@ class DeviceStep:
 
     def gathered_over(self, use: RecordedOp) -> tuple[str, ...]:
         """Return the mesh axes over which the first parameter of a door is gathered before the door computes."""
-        i = self.recording.weights.get(use.results[0])
-        return () if i is None else self.work.gathered_over(use.marker.operands[i], use.shapes[i])
+        return self._gathered(use)[0]
 
     def weight_bytes(self, use: RecordedOp) -> int:
         """Return the bytes of the first parameter of a door, gathered."""
-        i = self.recording.weights.get(use.results[0])
-        return 0 if i is None else self.local(use).operands[i].bytes
+        return self._gathered(use)[1]
+
+    def _gathered(self, use: RecordedOp) -> tuple[tuple[str, ...], int]:
+        """Return what `gathered_over` and `weight_bytes` do."""
+        key = use.results[0]
+        if (known := self.answers_on_mesh.get(key)) is not None:
+            return known
+        axes: tuple[str, ...] = ()
+        size = 0
+        if (i := self.recording.weights.get(key)) is not None:
+            axes = self.work.gathered_over(use.marker.operands[i], use.shapes[i])
+            size = self.local(use).operands[i].bytes
+        self.answers_on_mesh[key] = axes, size
+        return axes, size
 
     def placed(self, use: RecordedOp, index: int) -> Placement:
         """Return the mesh axes that shard each dimension of an operand as the door reads it."""
@@ -179,6 +195,10 @@ class DeviceStep:
     @cached_property
     def bytes(self) -> dict[int, int]:
         """The bytes of each value, except parameters, that a door reads or makes."""
+        return self._bytes()
+
+    @memoized_in("answers_of_rows")
+    def _bytes(self) -> dict[int, int]:
         sizes: dict[int, int] = {}
         for use in self.recording.uses:
             local = self.local(use)
@@ -194,6 +214,11 @@ class DeviceStep:
 
     @cached_property
     def _aliases(self) -> dict[int, int]:
+        return self._whole_already()
+
+    @memoized_in("answers_of_rows")
+    def _whole_already(self) -> dict[int, int]:
+        """Return the operand of each gathering of an array that is whole, by the result."""
         relays = (use for use in self.recording.uses if self.cost(use).relays)
         pairs = ((use.results[0], use.operands[0]) for use in relays)
         return {whole: part for whole, part in pairs if self.bytes[whole] == self.bytes[part]}
@@ -219,9 +244,15 @@ def _placed_arrays(*_: Any) -> dict[int, tuple[tuple[_PlacedArray, ...], tuple[_
 
 
 @functools.lru_cache(maxsize=128)
-def _shared(*_: Any) -> tuple[dict[int, tuple[Local, DoorCost]], dict[Remat, frozenset[int]]]:
-    """Return the shared declarations of doors, and the values that each rematerialisation recomputes."""
+def _shared(*_: Any) -> tuple[dict[int, tuple[Local, DoorCost]], dict[tuple, Any]]:
+    """Return the shared declarations of doors, and other results of one local computation."""
     return {}, {}
+
+
+@functools.lru_cache(maxsize=128)
+def _shared_on_mesh(*_: Any) -> dict[Any, Any]:
+    """Return the shared results on one mesh: those of `DeviceStep._gathered`, and those of methods."""
+    return {}
 
 
 @functools.lru_cache(maxsize=128)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.recorder import RecordedOp
-from jaxlm.costs.memoized import memoized
+from jaxlm.costs.memoized import memoized_in
+from jaxlm.models.execution_config import Remat
 
 
 class LayerPeak(NamedTuple):
@@ -38,20 +39,24 @@ def masks(device: DeviceStep) -> int:
     return sum(device.cost(use).saved.masks for use in device.recording.by_layer[None])
 
 
-@memoized
 def kept_by_layer(device: DeviceStep) -> tuple[Kept, ...]:
     """Return what each layer keeps for its backward pass.
 
     With rematerialisation these are its inputs, the values with the names that the policy keeps, and what doors keep
     beside a value with such a name; without rematerialisation, all that the backward pass reads.
     """
-    work, recording, layers = device.work, device.recording, []
+    return _kept_by_layer(device, device.work.remat)
+
+
+@memoized_in("answers_of_rows")
+def _kept_by_layer(device: DeviceStep, remat: Remat) -> tuple[Kept, ...]:
+    recording, layers = device.recording, []
     for layer, begin in enumerate(recording.layers):
         uses = recording.by_layer[layer]
-        if work.remat == "none":
+        if remat == "none":
             layers.append(_read(device, uses))
         else:
-            names = () if work.remat == "full" else work.remat
+            names = () if remat == "full" else remat
             named = {value: use for use in uses for value in use.results if recording.names.get(value) in names}
             more = sum(device.cost(use).saved.with_result for use in named.values())
             layers.append(_kept(device, {*_begin(device, begin), *named}, more))
@@ -87,14 +92,14 @@ def _read_by(device: DeviceStep, use: RecordedOp) -> tuple[Iterable[int], int]:
     return () if declared.instead else device.saved(use), more
 
 
-@memoized
+@memoized_in("answers_of_rows")
 def _is_shared(device: DeviceStep) -> bool:
     """Return whether all layers share one of the arrays that a door says layers of one key have in common."""
     shared = (device.cost(use).saved.shared for use in device.recording.uses)
     return len({each[0] for each in shared if each is not None}) <= 1
 
 
-@memoized
+@memoized_in("answers_of_rows")
 def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
     """Return the peak of a layer's forward pass: at a door with a workspace, or else where most values are live.
     `keeps`: whether all values that the backward pass reads are kept."""
@@ -119,14 +124,22 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
     return max(peaks)
 
 
-@memoized
 def backward(device: DeviceStep, layer: int) -> LayerPeak:
     """Return the peak of a layer's backward pass beside what all layers keep: at a door with a workspace, or else where
     most values and gradients are live."""
+    # In a loop it reads a copy, out of the stacks of all layers.
+    where_it_is = None if device.work.execution.in_loop else device.work.remat
+    return _backward(device, layer, where_it_is, device.work.remat == "none")
+
+
+@memoized_in("answers_of_rows")
+def _backward(device: DeviceStep, layer: int, where_it_is: Remat | None, keeps: bool) -> LayerPeak:
+    """Return the peak of a layer's backward pass, which reads what the forward pass left `where_it_is` under this
+    rematerialisation (None: a copy). `keeps`: whether all values that it reads are kept."""
     uses = device.recording.by_layer[layer]
+    kept = _kept(device, (), 0) if where_it_is is None else _kept_by_layer(device, where_it_is)[layer]
     if working := _with_workspace(device, uses):
-        return max(LayerPeak(_around_workspace(device, layer, i), i) for i in working)
-    kept = _read_where_it_is(device, layer)
+        return max(LayerPeak(_around_workspace(device, layer, i, kept, keeps), i) for i in working)
     beside, lives = [device.cost(use).workspace.beside for use in uses], _lives(device, layer)
     of_passes = sum(device.cost(use).workspace.of_passes for use in uses)
     read, bytes_, more, peaks = set(kept.values), of_passes, -kept.more, []
@@ -140,12 +153,6 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
         gradients = _bytes_of_gradients(device, use, i, lives)
         peaks.append(LayerPeak(bytes_ + max(0, more) + working + gradients, i))
     return max(peaks)
-
-
-def _read_where_it_is(device: DeviceStep, layer: int) -> Kept:
-    """Return what the backward pass of a layer reads where the forward pass left it: what it keeps, where layers are
-    written out. In a loop it is a copy, out of the stacks of all layers."""
-    return _kept(device, (), 0) if device.work.execution.in_loop else kept_by_layer(device)[layer]
 
 
 def _others(device: DeviceStep, values: Iterable[int], kept: Set[int]) -> set[int]:
@@ -182,8 +189,8 @@ def _bytes_of_gradients(device: DeviceStep, use: RecordedOp, at: int, lives: Seq
     return _bytes(device, there - set(use.results) if device.cost(use).in_place.backward else there)
 
 
-def _around_workspace(device: DeviceStep, layer: int, at: int) -> int:
-    """Return the bytes of the layer in the backward pass of a door with a workspace.
+def _around_workspace(device: DeviceStep, layer: int, at: int, there: Kept, keeps: bool) -> int:
+    """Return the bytes of the layer in the backward pass of a door with a workspace, beside what is `there` anyway.
 
     A GPU's program computes the gradients of matrices last, and keeps until then what these products read: the inputs
     of the layer's products, and the gradients of the results of later products. Of the residual, its gradient and the
@@ -192,12 +199,12 @@ def _around_workspace(device: DeviceStep, layer: int, at: int) -> int:
     uses, work = device.recording.by_layer[layer], device.work
     use, cost = uses[at], device.cost(uses[at])
     residual = _bytes(device, _begin(device, device.recording.layers[layer]))
-    kept = _read_where_it_is(device, layer).values
+    kept = there.values
     result, operands = device.bytes[use.results[0]], _bytes(device, _others(device, device.saved(use), kept))
     products = [i for i, each in enumerate(uses) if device.cost(each).weight_product]
     later = [uses[i] for i in products if i > at and "residual" not in uses[i].marker.results[0]]
     hidden = [device.bytes[each.results[0]] for each in later]
-    workspace = cost.workspace.keeping[1] if work.remat == "none" else cost.workspace.backward
+    workspace = cost.workspace.keeping[1] if keeps else cost.workspace.backward
     if work.platform == "tpu":
         return 2 * residual + operands + 2 * result + sum(hidden[-2:]) + workspace
     inputs = _bytes(device, _others(device, (uses[i].operands[0] for i in products), kept))

@@ -5,7 +5,7 @@ in each phase was read from XLA's programs (`jaxlm.lowering.buffers`); docs/memo
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxlm.costs.counted.between_stages import kept_bytes, slot_numbers
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.recorder import RecordedOp
+from jaxlm.costs.memoized import memoized_in
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import LossWorkspace
@@ -140,8 +141,9 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     work, recording, representative = device.work, device.recording, device_step(device.work.representative())
     numbers, layers = _numbers(work), range(len(recording.layers))
     gradients, total, itemsize = numbers.gradients, numbers.of_gradients, work.itemsize
-    through = any(use.layer is not None and device.trains(use) for use in recording.uses)
-    of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered) // work.rounds
+    through = _pass_layers(device)
+    layered = device.layered()
+    of_layers = sum(numbers for path, numbers in gradients.items() if path in layered) // work.rounds
     resident, sums, slices = trained(work), _sums(work, total), _slices(device)
     moved = slot_numbers(work)
     sums += 4 * (moved.in_slots - moved.stored)
@@ -153,7 +155,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
 
     for layer in layers:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
-        gathered = _gathered(device, recording.by_layer[layer], here=True)
+        gathered = _gathered_by_layer(device, layer, work.gathers_once)
         yield Memory(parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
     use, loss = _loss(device)
     around, tables = saved, 0
@@ -166,10 +168,10 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     waiting = (gradient or loss.logits) if loss.waits else 0
     yield Memory(parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
     for layer in layers if through else ():
-        uses, backward = recording.by_layer[layer], layer_memory.backward(representative, layer)
-        gathered = _gathered(device, _of_module(device, uses, backward.at), here=True)
+        backward = layer_memory.backward(representative, layer)
+        gathered = _gathered(device, _of_module(device, layer, backward.at), here=True)
         # The gradients of the last matrices wait to be summed.
-        last = [use for use in _last(device, uses) if recording.parameter(use) in gradients]
+        last = [use for use in _last(device, layer) if recording.parameter(use) in gradients]
         waits = sums + tables + _gathered(device, last)
         if work.execution.in_loop:  # the stacks of all layers are there from its first trip to its last
             ends = [(saved, itemsize * of_layers, slices)]
@@ -183,6 +185,12 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
             weights = resident.parameters + cut + gathered
             yield Memory(weights, waits + made, state, kept + backward.bytes, waiting, 0)
     yield updated(work)
+
+
+@memoized_in("answers_on_mesh")
+def _pass_layers(device: DeviceStep) -> bool:
+    """Return whether gradients pass a layer."""
+    return any(use.layer is not None and device.trains(use) for use in device.recording.uses)
 
 
 def _slices(device: DeviceStep) -> int:
@@ -210,15 +218,23 @@ def _laid_out_again(device: DeviceStep) -> int:
     residual and tables [V, D] do, is copied as a whole before a loop over layers or microbatches.
     Matrices that stages send one another, or gather, before are written so at once.
     """
-    work, recording = device.work, device.recording
+    work = device.work
     if work.platform == "tpu":
         return 0
-    paths = set()
+    return _laid_out_in_loops(device, work.accumulates, work.execution.in_loop, work.rounds, work.gathers_once)
+
+
+@memoized_in("answers_on_mesh")
+def _laid_out_in_loops(
+    device: DeviceStep, accumulates: bool, layers_in_loop: bool, rounds: int, gathers_once: bool
+) -> int:
+    """Return the bytes of `_laid_out_again`, on a mesh, by what decides which loops there are."""
+    work, recording, paths = device.work, device.recording, set()
     for use in recording.uses:
         is_moved = use.layer in device.of_stages and work.stage_layers.exchanges
         if is_moved or device.is_gathered_before(use):
             continue
-        is_in_loop = work.accumulates or (use.layer is not None and work.execution.in_loop)
+        is_in_loop = accumulates or (use.layer is not None and layers_in_loop)
         if (over := device.gathered_over(use)) and is_in_loop:
             i = recording.weights[use.results[0]]
             first, *_ = work.rules.placed(use.marker.operands[i], use.shapes[i], work.layout)
@@ -228,6 +244,7 @@ def _laid_out_again(device: DeviceStep) -> int:
     return work.itemsize * sum(work.stored(parameters[path].axes, parameters[path].shape) for path in paths)
 
 
+@memoized_in("answers_of_rows")
 def _loss(device: DeviceStep) -> tuple[RecordedOp, LossWorkspace]:
     """Return the door of the loss that needs most memory; where the objective has none, that of its logits."""
     losses = [(use, loss) for use in device.recording.uses if (loss := device.cost(use).loss)]
@@ -265,28 +282,40 @@ def _gathered(device: DeviceStep, uses: Iterable[RecordedOp], *, here: bool = Fa
     return sum(device.weight_bytes(use) for use in uses if device.gathered_over(use))
 
 
+@memoized_in("answers_on_mesh")
+def _gathered_by_layer(device: DeviceStep, layer: int, gathers_once: bool) -> int:
+    """Return the bytes of the parameters that a layer gathers where they are read; none that are gathered before."""
+    return _gathered(device, device.recording.by_layer[layer], here=gathers_once)
+
+
 def _gathered_before(device: DeviceStep) -> int:
     """Return the bytes of the matrices of layers, of all chunks of a stage, that are gathered before all ticks of a
     pipeline."""
+    if not device.work.gathers_once:
+        return 0
     uses = list(filter(device.is_gathered_before, device.recording.uses))
     chunks = {use.layer: device.work.rounds if use.layer in device.of_stages else 1 for use in uses}
     return sum(chunks[use.layer] * use.times * device.weight_bytes(use) for use in uses)
 
 
-def _of_module(device: DeviceStep, uses: Sequence[RecordedOp], at: int) -> list[RecordedOp]:
+def _of_module(device: DeviceStep, layer: int, at: int) -> list[RecordedOp]:
     """Return the doors of the module that has the door at `at` if that door has a workspace, else the layer's last
     products."""
+    uses = device.recording.by_layer[layer]
     if device.cost(uses[at]).workspace.forward:
         return [use for use in uses if use.scope.startswith(uses[at].scope)]
-    return _last(device, uses)
+    return _last(device, layer)
 
 
-def _last(device: DeviceStep, uses: Sequence[RecordedOp]) -> list[RecordedOp]:
+@memoized_in("answers_of_rows")
+def _last(device: DeviceStep, layer: int) -> list[RecordedOp]:
     """Return the products that read the last gathered residual of a layer."""
+    uses = device.recording.by_layer[layer]
     gathered = [use.results[0] for use in uses if device.cost(use).relays]
     return [use for use in uses if device.cost(use).weight_product and use.operands[0] == gathered[-1]]
 
 
+@memoized_in("answers_on_mesh")
 def _tables(device: DeviceStep) -> int:
     """Return the bytes of the largest gathered parameter outside of layers."""
     return max(_gathered(device, [use]) for use in device.recording.by_layer[None])

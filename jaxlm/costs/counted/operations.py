@@ -22,10 +22,11 @@ from jaxlm.costs.counted.layer_stacks import stack_copies
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.counted.traced import traced_work
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.memoized import memoized
+from jaxlm.costs.memoized import memoized, memoized_in
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors.cost import DoorCost, DoorProduct, Pass, PassKind, Product, Traced, VisibleFraction
+from jaxlm.models.execution_config import Remat
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.parallel.layout import Layout
@@ -208,17 +209,15 @@ def _traced(use: RecordedOp, traced: Traced) -> Iterator[Operation]:
 
 def run_again(device: DeviceStep) -> frozenset[int]:
     """Return the values that the backward pass recomputes."""
-    remat = device.work.remat
-    if remat not in device.rerun:
-        device.rerun[remat] = frozenset(_run_again(device))
-    return device.rerun[remat]
+    return _run_again(device, device.work.remat)
 
 
-def _run_again(device: DeviceStep) -> set[int]:
-    work, recording, again = device.work, device.recording, set()
-    if work.remat == "none" or not device.trained:
+@memoized_in("answers_of_rows")
+def _run_again(device: DeviceStep, remat: Remat) -> frozenset[int]:
+    recording, again = device.recording, frozenset()
+    if remat == "none" or not device.trained:
         return again
-    kept = frozenset() if work.remat == "full" else frozenset(work.remat)
+    kept = frozenset() if remat == "full" else frozenset(remat)
     for layer in range(len(recording.layers)):
         uses = [use for use in recording.by_layer[layer] if device.trains(use)]
         again |= recording.run_again(layer, [value for use in uses for value in device.saved(use)], kept)

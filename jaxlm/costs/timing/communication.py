@@ -16,9 +16,11 @@ _STEPS = 32
 
 
 class Communication(NamedTuple):
-    """Collectives that computation does not hide, by kind and axes, and the seconds of those that it hides."""
+    """Collectives that computation does not hide, by kind and axes, their bytes on each device, and the seconds of
+    those that it hides."""
 
     exposed: dict[str, Part]
+    exposed_bytes: float
     hidden: float
 
 
@@ -54,19 +56,23 @@ def communication(
     """
     exposed: dict[str, Part] = defaultdict(Part)
     behind: dict[str, dict[str, Part]] = defaultdict(lambda: defaultdict(Part))
+    exposed_bytes, bytes_behind = 0.0, defaultdict[str, float](float)
     for each in collectives:
         name = f"{each.kind} over {' and '.join(each.axes)}"
         is_wider = each.narrow_gradients and stack.gradient_dtype == "float32"
         once = sustained_time(network, rates, stack, each.kind, (1 + is_wider) * each.bytes, each.axes)
         alone = each.times if each.behind is None or stack.overlap == "none" else min(each.waits, each.times)
         exposed[name] += once.times(alone)
+        exposed_bytes += alone * each.bytes
         if each.times > alone:
+            bytes_behind[each.behind] += (each.times - alone) * each.bytes
             behind[each.behind][name] += once.times(each.times - alone)
     hidden = 0.0
     for phase, parts in behind.items():
         whole = sum(part.seconds for part in parts.values())
         left = max(0.0, whole - phases.get(phase, 0.0))
         hidden += whole - left
+        exposed_bytes += bytes_behind[phase] * left / whole if left else 0.0
         for name, part in parts.items() if left else ():
             exposed[name] += part.times(left / whole)
-    return Communication({name: part for name, part in exposed.items() if part.seconds}, hidden)
+    return Communication({name: part for name, part in exposed.items() if part.seconds}, exposed_bytes, hidden)

@@ -50,7 +50,8 @@ class StepTime:
     the other. `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives
     overlap with the operations; no program is faster. `expected`: the time of a well-tuned program, the sum of its
     `parts`, each at sustained rates. `low` and `upper_bound`: the bracket of `expected`, from the spreads of these
-    rates. `hidden`: collectives that run behind computation.
+    rates. `hidden`: collectives that run behind computation; `exposed_bytes`: the bytes, on each device, of those that
+    do not.
     """
 
     compute: float
@@ -62,6 +63,7 @@ class StepTime:
     upper_bound: float
     parts: dict[str, Part] = field(default_factory=dict)
     hidden: float = 0.0
+    exposed_bytes: float = 0.0
 
     @property
     def bound_by(self) -> str:
@@ -100,9 +102,10 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
         return pipelined(work, target, stack)
     rows = work.without_drafts()
     step = _on_device(rows, target, stack)
-    parts, runs = step.parts, [step]
+    parts, runs, exposed_bytes = step.parts, [step], step.exposed_bytes
     if rows.stages > 1:
-        parts = _with_bubble(step, _on_device(replace(rows, counts_idle=False), target, stack))
+        busy = _on_device(replace(rows, counts_idle=False), target, stack)
+        parts, exposed_bytes = _with_bubble(step, busy), busy.exposed_bytes
     if work.draft_model is not None:
         read = _on_device(draft_reading(work), target, stack, draws=False)
         drafting = [read, *[_on_device(draft_drawing(work), target, stack)] * work.drafts]
@@ -111,15 +114,17 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
     if (idle := _host_seconds(work, sustained(target.chip), stack, kernels, busy)) > 0:
         parts = {**parts, "host": Part(idle, 0.0, 0.3 * idle)}
     bounds = _Bounds(*map(sum, zip(*(run.bounds for run in runs), strict=True)))
-    return _summed(bounds, parts, sum(run.hidden for run in runs))
+    return replace(_summed(bounds, parts, sum(run.hidden for run in runs)), exposed_bytes=exposed_bytes)
 
 
 class _DeviceTime(NamedTuple):
-    """The time of programs on a device, whatever the host takes: bounds, parts, hidden collectives, and kernels."""
+    """The time of programs on a device, whatever the host takes: bounds, parts, hidden collectives and the bytes of the
+    others, and kernels."""
 
     bounds: _Bounds
     parts: dict[str, Part]
     hidden: float
+    exposed_bytes: float
     kernels: int
 
 
@@ -133,7 +138,8 @@ def _on_device(work: Workload, target: Target, stack: Stack, draws: bool = True)
     done = computation(as_run(ops, work, stack), work, chip, rates, stack)
     waited = communication(collectives, network, rates, stack, done.phases)
     parts = {**done.parts, **{f"exposed {name}": part for name, part in waited.exposed.items()}}
-    return _DeviceTime(_bounds(ops, work, chip, stack, sent), parts, waited.hidden, done.kernels)
+    bounds = _bounds(ops, work, chip, stack, sent)
+    return _DeviceTime(bounds, parts, waited.hidden, waited.exposed_bytes, done.kernels)
 
 
 def _with_bubble(step: _DeviceTime, busy: _DeviceTime) -> dict[str, Part]:

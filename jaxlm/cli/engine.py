@@ -62,7 +62,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         "--chunk-tokens",
         type=_positive,
         metavar="N",
-        help="the most prompt tokens processed in a step (inference.chunk_tokens)",
+        help="the most prompt tokens processed in a step on each device (inference.chunk_tokens)",
     )
     add_steps_per_dispatch(parser)
 

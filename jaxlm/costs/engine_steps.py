@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.inference.step_shapes import TILE, StepShape, StepShapes, fitting, prompt_chunks
@@ -18,8 +19,9 @@ class EngineSteps(NamedTuple):
     Attributes:
       times: the number of steps.
       drawing: how many of them give a sequence its next token; the others end no prompt, and draw for padding alone.
-      sections: rows that decode and tiles of prompts, with the pages that all these steps together read. In steps that
-        read prompts, all rows that decode are padding, and their loop over pages has zero trips.
+      sections: rows that decode and tiles of prompts, with the pages that all these steps together read, on the device
+        with the most of both. In steps that read prompts, all rows that decode are padding, and their loop over pages
+        has zero trips.
     """
 
     shape: StepShape
@@ -62,14 +64,15 @@ def mixed_steps(
     """
     token = range(length - 1, length)
     pages = tuple((window, _pages(token, page, window)) for window in windows)
-    one = StepShapes(1, shapes.chunk_tokens, shapes.fewest)
+    one = replace(shapes, slots=1, drafts=0)
     by_shape: dict[StepShape, EngineSteps] = {}
     for chunks in _chunks(one, prompt):
         alone = _prefill_step(one, prompt, page, windows, chunks)
         shape = fitting(shapes.all(), shapes.slots, alone.shape.tiles * alone.shape.tile)
         decode = SectionReads(shape.decode, 1, pages, _table(length, page), padding=shape.decode - shapes.slots)
-        tokens = sum(map(len, chunks))
-        tiles = alone.sections[1]._replace(sequences=shape.tiles, padding=TILE * shape.tiles - tokens)
+        tiles = alone.sections[1]
+        more = shape.on_device(shapes.parts).tiles - tiles.sequences
+        tiles = tiles._replace(sequences=tiles.sequences + more, padding=tiles.padding + TILE * more)
         step = EngineSteps(shape, 1, 1, (decode, tiles))
         before = by_shape.pop(shape, None)
         by_shape[shape] = step if before is None else _sum(before, step)
@@ -106,12 +109,17 @@ def _prefill_step(
     shape = fitting(shapes.all(), ended, TILE * len(tiles))
     by_window = [(window, [_pages(tile, page, window) for tile in tiles]) for window in windows]
     pages = tuple((window, max(each)) for window, each in by_window)
-    loops = tuple((window, block_trips(each, shape.tiles, TILE)) for window, each in by_window)
+    # A device of several has every so many-th tile, the first device as many as any.
+    parts, count = shapes.parts, shape.on_device(shapes.parts).tiles
+    loops = tuple(
+        (window, max(block_trips(each[part::parts], count, TILE) for part in range(parts)))
+        for window, each in by_window
+    )
     no_pages = tuple((window, 0) for window in windows)  # every row of the decode section is padding
     table = _table(prompt, page)
-    tokens = sum(map(len, chunks))
+    tokens = sum(map(len, tiles[::parts]))
     decode = SectionReads(shape.decode, 1, no_pages, table, padding=shape.decode)
-    prompts = SectionReads(shape.tiles, TILE, pages, table, padding=TILE * shape.tiles - tokens, loops=loops)
+    prompts = SectionReads(count, TILE, pages, table, padding=TILE * count - tokens, loops=loops)
     return EngineSteps(shape, 1, int(ended > 0), (decode, prompts))
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxlm.config import divided_by_mesh, may_serve
 from jaxlm.core.errors import InputError
+from jaxlm.costs.counted.cache import state_bytes_per_sequence
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.counted.memory import Memory
@@ -60,6 +61,11 @@ def _may_run(work: Workload, slices: int, layout: Layout) -> bool:
     if not can_cross(layout, slices) or (work.local_sgd and layout.over(work.rules.replicas) == 1):
         return False
     if work.kind != "train":
+        # Rows that decode are not shared out, and states are read in order. More shards of the batch send less, while
+        # it has sequences for them.
+        shares, shards = layout.over(work.rules.over("tiles")) > 1, layout.over(work.rules.over("batch"))
+        if shares and (work.kind == "decode" or state_bytes_per_sequence(work) or 2 * shards <= work.batch):
+            return False
         return all(may_serve(layout, model) for model in work.models)
     parts = layout.over(work.rules.over("sequence"))
     if work.batch % layout.over(work.rules.over("batch")) or (parts > 1 and work.sequence % (2 * parts)):

@@ -228,6 +228,11 @@ class Workload:
         return self.layout.over(self.rules.over("batch"))
 
     @property
+    def tile_parts(self) -> int:
+        """The devices of a shard of an engine that share out the rows of prompts."""
+        return self.layout.over(self.rules.over("tiles"))
+
+    @property
     def dtype(self) -> str:
         """The dtype of forward and backward pass."""
         return self.execution.dtype
@@ -348,7 +353,7 @@ class Workload:
     @property
     def shapes(self) -> StepShapes:
         """The shapes of the engine's steps."""
-        return StepShapes(self.slots, self.chunk_tokens, FEWEST)
+        return StepShapes(self.slots, self.chunk_tokens, FEWEST, parts=self.tile_parts)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -434,7 +439,9 @@ class Workload:
         `is_padded`."""
         if self.kind == "train":
             return self.batch // self.microbatches // self.row_shards()
-        return self._steps_or_largest.shape.rows if self.is_padded else self.slots * self.queries
+        if not self.is_padded:
+            return self.slots * self.queries
+        return self._steps_or_largest.shape.on_device(self.tile_parts).rows
 
     @memoized
     def draws(self) -> int:

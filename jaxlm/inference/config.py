@@ -39,7 +39,7 @@ class InferenceConfig(Section):
     page: Annotated[Count, Field(multiple_of=TILE)] = EngineSettings.page
     """Tokens of a page of the cache, a multiple of 32."""
     chunk_tokens: Count = EngineSettings.chunk_tokens
-    """The most tokens of prompts in a step, rounded up to whole tiles of 32."""
+    """The most tokens of prompts in a step on each device, rounded up to whole tiles of 32."""
     cache_memory: Annotated[
         Memory | None, InWords(default="1GiB on a CPU, 80 % of what is free elsewhere", type='size, such as "8GiB"')
     ] = None

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxlm.core.errors import InputError
 from jaxlm.inference.narrow_pages import narrowed, rounded
 from jaxlm.inference.settings import CacheDtype
 from jaxlm.models.cache import CacheEntry, LayerCache, Slot
@@ -17,6 +19,9 @@ from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray, c
 from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.models.views import PagedSection, PagedView, RowRuns
+from jaxlm.parallel.collectives import all_parts, own_part, parts_of
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.layout_choice import describe_axes
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
 from kernels_pallas.core import target
@@ -78,6 +83,16 @@ class PageLayout(NamedTuple):
             states = group(_STATE_WINDOW) if len(reach) < len(entry.slots) else None
             paged.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
         return cls(tuple(windows), tuple(paged), size)
+
+    def check_shared(self, layout: Layout, rules: Rules) -> None:
+        """Raise InputError for states of sequences where a mesh shares out the rows of a prompt: each reads the state
+        after the row before it."""
+        over = rules.over("tiles")
+        if (parts := layout.over(over)) > 1 and any(entry.states is not None for entry in self.entries):
+            raise InputError(
+                f"{describe_axes(over)} = {parts} shares out the rows of a prompt, which recurrent layers read in "
+                "order: set it to 1 for this model"
+            )
 
     def page_bytes(self, group: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> int:
         """Return the bytes on each device of one page of all layers of a group."""
@@ -155,11 +170,12 @@ class PagedCache:
             states={name: self.arrays[entry][name] for name, slot in paged.slots if slot.per == "sequence"},
             of_tokens=self._sections(paged.tokens),
             of_states=self._sections(paged.states),
+            read=self._read(paged.tokens),
             position_R=self.position_R,
             key_range=KeyRange(empty, empty),
             size=self.layout.size,
             drafts=self.drafts,
-            tokens_last=frozenset(name for name, slot in paged.slots if slot.tokens_last),
+            slots=paged.slots,
         )
 
     def _sections(self, group: int | None) -> tuple[PagedSection, ...]:
@@ -168,6 +184,13 @@ class PagedCache:
             return ()
         sections = zip(self.tables[group], self.rows, strict=True)
         return tuple(PagedSection(table, rows, self.runs if rows == 1 else None) for table, rows in sections)
+
+    def _read(self, group: int | None) -> tuple[PagedSection, ...]:
+        """Return the sections of the rows that this device reads."""
+        return tuple(
+            each if each.rows == 1 else replace(each, table=own_part(each.table, "tiles"))
+            for each in self._sections(group)
+        )
 
     def put(self, entry: str, layer: LayerCache) -> "PagedCache":
         """Return the cache with what a layer of an entry has stored."""
@@ -181,38 +204,55 @@ class PagedCache:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pages", "states", "of_tokens", "of_states", "position_R", "key_range"],
-    meta_fields=["size", "drafts", "tokens_last"],
+    data_fields=["pages", "states", "of_tokens", "of_states", "read", "position_R", "key_range"],
+    meta_fields=["size", "drafts", "slots"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
     """One layer of a paged cache.
 
     `pages`: of tokens, by slot. `states`: by slot, [P, *shape], one in each page. `of_tokens`, `of_states`: the
-    sections of the rows, with their pages of tokens and of states. `size`: tokens of a page. `tokens_last`: the slots
-    whose pages have the axis of tokens last. `drafts`: as `PagedCache` has it.
+    sections of the rows, with their pages of tokens and of states. `read`: those of tokens of the rows that this device
+    reads. `size`: tokens of a page. `drafts`: as `PagedCache` has it. `slots`: as `PagedEntry` has them.
     """
 
     pages: dict[str, jax.Array]
     states: dict[str, jax.Array]
     of_tokens: tuple[PagedSection, ...]
     of_states: tuple[PagedSection, ...]
+    read: tuple[PagedSection, ...]
     position_R: jax.Array
     key_range: KeyRange
     size: int
     drafts: int
-    tokens_last: frozenset[str]
+    slots: tuple[tuple[str, Slot], ...]
+
+    @property
+    def tokens_last(self) -> frozenset[str]:
+        """The slots whose pages have the axis of tokens last."""
+        return frozenset(name for name, slot in self.slots if slot.tokens_last)
 
     def update(self, rows: RowContext, **new: jax.Array) -> "PagedLayer":
-        """Write the rows' entries [R, 1, *shape], each at its position in the pages of its sequence."""
+        """Write the rows' entries [R, 1, *shape], each at its position in the pages of its sequence. Devices that share
+        out the rows send one another theirs: each has all pages."""
         kept = rounded(self.pages, {name: x[:, 0] for name, x in new.items()})
         written = {name: self._written(name, x) for name, x in kept.items()}
         return dataclasses.replace(self, pages={**self.pages, **written}, key_range=rows.key_range)
 
+    def _of_all_rows(self, name: str, x: jax.Array) -> jax.Array:
+        """Return the entries [R, …] of a slot of all rows, of those that this device reads."""
+        if parts_of("tiles") == 1 or len(self.read) == 1:
+            return x
+        decode, tiles = self.read
+        own = x[len(decode.table) :].reshape(len(tiles.table), tiles.rows, *x.shape[1:])
+        whole = all_parts(own, "tiles", None, *dict(self.slots)[name].axes)
+        return jnp.concatenate([x[: len(decode.table)], whole.reshape(-1, *x.shape[1:])])
+
     def _written(self, name: str, new: jax.Array) -> jax.Array:
-        """Write entries [R, …, H] into the pages of a slot."""
+        """Write the rows' entries [R, …, H] into the pages of a slot."""
         pages = self.pages[name]
-        new, tokens = new.astype(pages.dtype), pages.ndim - (1 if name in self.tokens_last else 2)  # the axis of a page
+        new = self._of_all_rows(name, new.astype(pages.dtype))
+        tokens = pages.ndim - (1 if name in self.tokens_last else 2)  # the axis of a page
         # A GPU would be launched once for each trip of a loop. On a CPU XLA scatters number by number, and for a TPU it
         # would lay all pages out otherwise and back.
         return (self._scattered if target.platform() == "gpu" else self._by_section)(pages, new, tokens)
@@ -302,7 +342,7 @@ class PagedLayer:
 
     def view(self) -> PagedView:
         """Return the pages of the layer's tokens."""
-        return PagedView(self.pages, self.of_tokens, self.key_range, self.tokens_last)
+        return PagedView(self.pages, self.read, self.key_range, self.tokens_last)
 
 
 def _in_whole_pages(pages: jax.Array, new: jax.Array, page_Q: jax.Array, at_Q: jax.Array, tokens: int) -> jax.Array:

@@ -30,6 +30,7 @@ from jaxlm.inference.ragged_step import (
     SlotState,
     StepResults,
     draw,
+    own_rows,
     ragged_step,
 )
 from jaxlm.inference.sampling import RowSampling
@@ -63,7 +64,7 @@ class EnginePrograms:
       dtype: to compute in.
       page: tokens of a page.
       slots: the most sequences that decode on a shard.
-      chunk_tokens: the most rows of prompts in a step on a shard, rounded up to whole tiles.
+      chunk_tokens: the most rows of prompts in a step on a device, rounded up to whole tiles.
       exact: compute each row in one way on a CPU.
       drafts: the most drafts of a sequence in a step.
       history: the most tokens of a sequence, in which drafts are looked up; 0 where they are not.
@@ -111,6 +112,7 @@ class EnginePrograms:
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:
             raise InputError(f"a page of {self.page} tokens must be a multiple of {TILE}, which prompts are read by")
+        self.layout.check_shared(Layout(self.mesh.shape), ENGINE)
         if self.drafts and any(entry.states is not None for entry in self.layout.entries):
             raise InputError(
                 "speculation takes back the tokens that it has guessed wrongly, which the state of a recurrent layer "
@@ -135,6 +137,11 @@ class EnginePrograms:
         """The shards of sequences, each on devices of its own."""
         return _shards(self.mesh)
 
+    @cached_property
+    def parts(self) -> int:
+        """The devices of a shard that share out the rows of prompts."""
+        return Layout(self.mesh.shape).over(ENGINE.over("tiles"))
+
     @property
     def by_shards(self) -> NamedSharding:
         """The sharding of arrays that have the shards in their first dimension."""
@@ -145,7 +152,7 @@ class EnginePrograms:
         """The shapes, on each shard, that there are programs for."""
         # Before the kernel of one row a matrix of bfloat16 is widened.
         takes_one = self.is_on_cpu and not self.exact and self.dtype == jnp.float32
-        return StepShapes(self.slots, self.chunk_tokens, 1 if takes_one else FEWEST, self.drafts)
+        return StepShapes(self.slots, self.chunk_tokens, 1 if takes_one else FEWEST, self.drafts, self.parts)
 
     def steps_of(self, decode: int) -> int:
         """Return the steps of a dispatch in which so many rows decode and nothing waits."""
@@ -217,17 +224,19 @@ class EnginePrograms:
     def step(self, shape: StepShape, cache: CacheSize) -> MeshProgram:
         """Return the step of a shape on each shard, which gives up the pages.
 
-        Shards exchange nothing, but the scores, which all devices get.
+        Shards exchange nothing, but the scores, which all devices get. The devices of a shard that share out the rows
+        of prompts exchange the entries of the pages, and the rows after which tokens are drawn.
         """
 
         # XLA's program calls its arguments by these names.
         def step(
             parameters: Tree, pages: Arrays, upcoming: NextTokens, batch: Batch, valid_V: jax.Array
         ) -> tuple[Arrays, StepResults]:
-            module = self.weights.module(parameters, batch.adapter_R)
+            adapter_R = None if batch.adapter_R is None else own_rows(batch.adapter_R, shape)
+            module = self.weights.module(parameters, adapter_R)
             return ragged_step(module, self.layout, shape, pages, upcoming, batch, valid_V)
 
-        on_shards = on_each_shard(step, "batch", (False, True, True, True, False))
+        on_shards = _on_shards(step, (False, True, True, True, False))
         results = StepResults(self._logits(shape.decode).sharding, self.by_shards, *[self._whole] * 4)
         pages = self.abstract_pages(cache)
         batch = self._on_all(self.empty_batch(shape, cache))
@@ -258,7 +267,7 @@ class EnginePrograms:
             module = partial(self.weights.module, parameters, batch.adapter_R)
             return multi_step(module, self.layout, self.steps_of(decode), pages, state, batch, valid_V)
 
-        on_shards = on_each_shard(multi, "batch", (False, True, True, True, False))
+        on_shards = _on_shards(multi, (False, True, True, True, False))
         batch = self._on_all(self.empty_batch(StepShape(decode, 0, TILE), cache))
         operands = self.abstract_parameters(), self.abstract_pages(cache), self._state, batch, self._valid_token_mask
         outputs = self.page_shardings(cache), self.by_shards, self._whole
@@ -284,7 +293,7 @@ class EnginePrograms:
         ) -> tuple[Arrays, jax.Array]:
             return propose(self.weights.module(parameters), self.layout, pages, upcoming, how, rows, valid_V)
 
-        on_shards = on_each_shard(proposal, "batch", (False, True, True, True, True, False))
+        on_shards = _on_shards(proposal, (False, True, True, True, True, False))
         pages = self.abstract_pages(cache)
         rows = self._on_all(self.empty_draft_rows(sequences, cache))
         state = self._state.upcoming, self._state.how
@@ -351,6 +360,12 @@ class EnginePrograms:
 
 def _shards(mesh: Mesh) -> int:
     return Layout(mesh.shape).over(ENGINE.over("batch"))
+
+
+def _on_shards(function: Callable, is_sharded: tuple[bool, ...]) -> Callable:
+    """Return a function of the model on each shard. All such programs are compiled in one way, also those without rows
+    of prompts to share out: in bfloat16 XLA otherwise rounds at other places."""
+    return on_each_shard(function, "batch", is_sharded, "tiles")
 
 
 def _with(sharding: NamedSharding, shapes: Any) -> Any:

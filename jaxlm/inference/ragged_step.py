@@ -16,7 +16,7 @@ from jaxlm.inference.step_shapes import StepShape
 from jaxlm.models.doors import select
 from jaxlm.models.transformer import Transformer
 from jaxlm.models.views import RowRuns
-from jaxlm.parallel.collectives import on_any_shard
+from jaxlm.parallel.collectives import all_parts, of_parts, on_any_shard, own_part, parts_of
 from jaxlm.parallel.partition import constrain
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
@@ -149,14 +149,15 @@ def ragged_step(
       upcoming: the tokens that each slot reads next.
       valid_V: bool, whether an id has a token.
 
-    A row's results depend on the tokens of its own sequence alone.
+    A row's results depend on the tokens of its own sequence alone. Devices that share out the tiles of prompts
+    (`own_rows`) have pages and results of all rows, and each computes with its own.
     """
     token_Q, position_Q, is_read_Q = upcoming.rows(batch)
-    token_R = _with_runs(batch.token_R, token_Q, is_read_Q)
+    token_R = own_rows(_with_runs(batch.token_R, token_Q, is_read_Q), shape)
     position_R = _with_runs(batch.position_R, position_Q, is_read_Q)
-    is_row_R = position_R >= 0
-    position_R1 = jnp.maximum(position_R, 0)[:, None]
-    end_R1 = jnp.where(is_row_R[:, None], position_R1 + 1, 0)
+    own_position_R = own_rows(position_R, shape)
+    position_R1 = jnp.maximum(own_position_R, 0)[:, None]
+    end_R1 = jnp.where((own_position_R >= 0)[:, None], position_R1 + 1, 0)
     rows = (1, shape.tile) if shape.tiles else (1,)
     drafts, runs = upcoming.draft_SK.shape[1], None
     if drafts:
@@ -169,15 +170,35 @@ def ragged_step(
         position_R1,
         KeyRange(jnp.zeros_like(end_R1), end_R1),
         cache=cache,
-        length_BT=batch.length_R[:, None],
+        length_BT=own_rows(batch.length_R, shape)[:, None],
     )
-    last_Q1D = select(hidden_R1D, batch.row_Q)
+    last_Q1D = _selected(hidden_R1D, batch.row_Q, shape)
     logits_QV = module.logits(last_Q1D)[:, 0]
     if shape.scores:
         scores = _scores(module, hidden_R1D[shape.decode :], batch, valid_V, shape)
     else:
         scores = _no_scores(0, len(valid_V))
     return cache.arrays, StepResults(logits_QV, last_Q1D[:, 0].astype(jnp.float32), *scores)
+
+
+def own_rows(x_R: jax.Array, shape: StepShape) -> jax.Array:
+    """Return values of the rows that this device reads: all that decode, and its own tiles of prompts."""
+    if not shape.tiles or parts_of("tiles") == 1:
+        return x_R
+    tiles_MT = jnp.asarray(x_R[shape.decode :]).reshape(shape.tiles, shape.tile)
+    return jnp.concatenate([x_R[: shape.decode], own_part(tiles_MT, "tiles").reshape(-1)])
+
+
+def _selected(hidden_R1D: jax.Array, row_Q: jax.Array, shape: StepShape) -> jax.Array:
+    """Return the rows at these indices among all rows, of the rows that each device reads."""
+    parts = parts_of("tiles")
+    if not shape.tiles or parts == 1:
+        return select(hidden_R1D, row_Q)
+    tile_Q, place_Q = jnp.divmod(row_Q - shape.decode, shape.tile)
+    is_decode_Q = row_Q < shape.decode
+    own_Q = jnp.where(is_decode_Q, row_Q, shape.decode + tile_Q // parts * shape.tile + place_Q)
+    own_Q1D = select(hidden_R1D, own_Q).astype(jnp.float32)  # XLA may not have rounded them yet
+    return of_parts(own_Q1D, jnp.where(is_decode_Q, 0, tile_Q % parts), "tiles").astype(hidden_R1D.dtype)
 
 
 def _with_runs(given_R: jax.Array, of_runs_Q: jax.Array, is_read_Q: jax.Array) -> jax.Array:
@@ -258,8 +279,9 @@ def _scores(
     module: Transformer, hidden_R1D: jax.Array, batch: Batch, valid_V: jax.Array, shape: StepShape
 ) -> tuple[jax.Array, ...]:
     """Return the last four fields of `StepResults`: a tile of logits at a time, and none of tiles without target."""
-    rows = hidden_R1D, batch.target_R, batch.is_ranked_R
-    hidden_MT1D, target_MT, is_ranked_MT = (x.reshape(shape.tiles, shape.tile, *x.shape[1:]) for x in rows)
+    hidden_MT1D = hidden_R1D.reshape(-1, shape.tile, *hidden_R1D.shape[1:])
+    of_prompts = (x_R.reshape(shape.tiles, shape.tile) for x_R in (batch.target_R, batch.is_ranked_R))
+    target_MT, is_ranked_MT = (own_part(x_MT, "tiles") for x_MT in of_prompts)
     # Within a branch shards may exchange nothing.
     is_scored_M, is_ranked_M = (on_any_shard(jnp.any(x, axis=1)) for x in (target_MT >= 0, is_ranked_MT))
 
@@ -294,5 +316,7 @@ def _scores(
         scores = jax.lax.map(of_tile, (hidden_MT1D, target_MT, is_scored_M, is_ranked_M))
         return tuple(x.reshape(-1, *x.shape[2:]) for x in scores)
 
-    nothing = _no_scores(shape.tiles * shape.tile, len(valid_V))
-    return jax.lax.cond(jnp.any(is_scored_M), of_all_tiles, lambda: nothing)
+    nothing = _no_scores(len(hidden_R1D), len(valid_V))
+    scores = jax.lax.cond(jnp.any(is_scored_M), of_all_tiles, lambda: nothing)
+    by_tile = (x.reshape(-1, shape.tile, *x.shape[1:]) for x in scores)
+    return tuple(all_parts(x, "tiles", *[None] * (x.ndim - 1)).reshape(-1, *x.shape[2:]) for x in by_tile)

@@ -39,7 +39,7 @@ class EngineSettings:
         needs.
       cache_dtype: of keys and values, where they are rounded to eight bits; None keeps them as they are computed.
       page: tokens of a page, a multiple of `step_shapes.TILE`.
-      chunk_tokens: the most rows of prompts in a step on each shard, rounded up to whole tiles.
+      chunk_tokens: the most rows of prompts in a step on each device, rounded up to whole tiles.
       max_queued, max_queued_tokens: the most requests that wait, and the most of their tokens.
       exact: compute each row in one way on a CPU, whatever shares its step; if false, XLA may choose another way for
         each number of rows.

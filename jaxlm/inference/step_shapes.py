@@ -60,6 +60,10 @@ class StepShape(NamedTuple):
         """The runs of rows of one sequence."""
         return self.decode + self.tiles
 
+    def on_device(self, parts: int) -> "StepShape":
+        """Return the rows that a device reads where so many devices share out the tiles."""
+        return self._replace(tiles=self.tiles // parts)
+
 
 @dataclass(frozen=True)
 class StepShapes:
@@ -67,15 +71,17 @@ class StepShapes:
 
     Attributes:
       slots: the most sequences that decode.
-      chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
+      chunk_tokens: the most rows of prompts in a step on a device, rounded up to whole tiles.
       fewest: the rows of the smallest program.
       drafts: the most drafts of a sequence, each a row.
+      parts: the devices of a shard that share out the tiles, of which each has as many.
     """
 
     slots: int
     chunk_tokens: int
     fewest: int
     drafts: int = 0
+    parts: int = 1
 
     @property
     def decode(self) -> list[int]:
@@ -87,7 +93,7 @@ class StepShapes:
     def tiles(self) -> list[int]:
         """The numbers of tiles of prompts that there are programs for."""
         most = max(-(-self.chunk_tokens // TILE), 1)
-        return sorted({0, min(2, most), most})
+        return sorted({self.parts * n for n in (0, min(2, most), most)})
 
     def all(self, scores: bool = False) -> list[StepShape]:
         """Return the shapes that there are programs for; with `scores` those of the most tiles give scores."""

@@ -35,8 +35,10 @@ def summed_over_replicas(function: Callable[[Any, Any, jax.Array | int], Any], w
     )(whole, batch)
 
 
-def on_each_shard(function: Callable[..., Any], axis: str, is_sharded: Sequence[bool]) -> Callable[..., Any]:
-    """Return a function that computes function(*operands) on each shard of a logical axis by itself, sending nothing.
+def on_each_shard(
+    function: Callable[..., Any], axis: str, is_sharded: Sequence[bool], shared: str | None = None
+) -> Callable[..., Any]:
+    """Return a function that computes function(*operands) on each shard of a logical axis by itself.
 
     Operands that are sharded, and all results, are pytrees of arrays whose first dimension holds the shards, one after
     the other; the other operands are given to each shard as they are. Mesh axes that do not shard `axis` go on to shard
@@ -44,19 +46,65 @@ def on_each_shard(function: Callable[..., Any], axis: str, is_sharded: Sequence[
 
     Args:
       is_sharded: of each operand, whether shards have parts of it.
+      shared: a logical axis whose entries the devices of a shard share out. They have the same operands, of which the
+        function takes its `own_part`, and must give the same results.
     """
 
     @functools.wraps(function)
     def mapped(*operands: Any) -> Any:
         mesh, axes = mesh_around(), rules_around().over(axis)
-        if mesh.empty or Layout(mesh.shape).over(axes) == 1:
+        manual = {*axes, *(() if shared is None else rules_around().over(shared))}
+        if mesh.empty or Layout(mesh.shape).over(manual) == 1:
             return function(*operands)
         parts = PartitionSpec(axes)
         specs = tuple(parts if sharded else PartitionSpec() for sharded in is_sharded)
         # check_vma=False: interpreted kernels know of no other way.
-        return jax.shard_map(function, in_specs=specs, out_specs=parts, axis_names={*axes}, check_vma=False)(*operands)
+        return jax.shard_map(function, in_specs=specs, out_specs=parts, axis_names=manual, check_vma=False)(*operands)
 
     return mapped
+
+
+def parts_of(axis: str) -> int:
+    """Return among how many devices the `on_each_shard` around shares out a logical axis; 1 where it does not."""
+    mesh = mesh_around()
+    return 1 if mesh.empty or not mesh.manual_axes else Layout(mesh.shape).over(_sharing(axis))
+
+
+def own_part(x: jax.Array, axis: str) -> jax.Array:
+    """Return the entries [n / P, …] of x [n, …] that this device has where P devices share out a logical axis: from its
+    own index on every P-th, so that all have about as many of the last ones, which see most."""
+    if (parts := parts_of(axis)) == 1:
+        return x
+    by_part = x.reshape(-1, parts, *x.shape[1:])
+    return jax.lax.dynamic_index_in_dim(by_part, jax.lax.axis_index(_sharing(axis)), 1, keepdims=False)
+
+
+def all_parts(x: jax.Array, axis: str, *axes: str | None) -> jax.Array:
+    """Return the entries [n, …] of all devices that share out a logical axis, of each device's `own_part`. `axes`: the
+    logical axes of the other dimensions, which lie as before; left to itself, the partitioner gathers them too."""
+    if parts_of(axis) == 1:
+        return x
+    over = _sharing(axis)
+
+    def gathered(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, over, axis=1).reshape(-1, *x.shape[1:])
+
+    return on_each_device(gathered, (x, (None, *axes)))
+
+
+def of_parts(x: jax.Array, part: jax.Array, axis: str) -> jax.Array:
+    """Return the entries [n, …] that lie on the devices with these indices, int32 [n], among those that share out a
+    logical axis."""
+    if parts_of(axis) == 1:
+        return x
+    over = _sharing(axis)
+    is_own = (part == jax.lax.axis_index(over)).reshape(-1, *[1] * (x.ndim - 1))
+    return on_each_device(lambda x: jax.lax.psum(x, over), (jnp.where(is_own, x, 0), (None,) * x.ndim))
+
+
+def _sharing(axis: str) -> tuple[str, ...]:
+    """Return the mesh axes over which the `on_each_shard` around shares out a logical axis."""
+    return tuple(name for name in rules_around().over(axis) if name in mesh_around().manual_axes)
 
 
 def on_any_shard(condition: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ _AXES: dict[str, tuple[int | str, str]] = {
         1,
         "Shards of the experts of a mixture; elsewhere more shards of parameters, optimizer state and batch.",
     ),
-    "context": (1, "Shards of each sequence."),
+    "context": (1, "Shards of each sequence; in inference of the rows of prompts that a step reads."),
     "tensor": (1, "Shards of each layer."),
 }
 _FIELDS: dict[str, Any] = {

@@ -226,7 +226,8 @@ FORWARD = _rules(TRAIN.mesh_axes, frozenset(TRAIN.mesh_axes))
 _OF_MATRICES = "expert", "tensor"
 # Weights stay where they are: a step of the engine would gather all of them for a few tokens. The axes of a batch shard
 # its sequences, each with its rows, its pages and its draws. `expert`, which shards the experts, is more of `tensor`
-# elsewhere: all devices that share out the experts have the same rows, and no row is sent to another shard.
+# elsewhere: all devices that share out the experts have the same rows, and no row is sent to another shard. What shards
+# sequences in training shares out the rows of prompts that a step reads; those that decode each of these devices has.
 ENGINE = _rules(
     {
         **FORWARD.mesh_axes,
@@ -236,6 +237,7 @@ ENGINE = _rules(
         "batch": _without(TRAIN.over("batch"), _OF_MATRICES),
         "draws": _without(TRAIN.over("batch"), _OF_MATRICES),
         "sequence": (),
+        "tiles": TRAIN.over("sequence"),  # runs of rows of prompts
     },
     (FORWARD.may_stay_whole | {"draws"}) - {"experts", "act_experts"},
 )

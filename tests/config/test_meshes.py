@@ -95,8 +95,8 @@ def test_every_step_asks_that_a_mesh_divides_the_heads():
 
 
 def test_inference_has_no_axis_that_shards_nothing():
-    with pytest.raises(InputError, match=r"^mesh\.context = 2 shards nothing in inference: set it to 1$"):
-        config.layout(load(SMALL, ["mesh.context=2"], None), 2, "decode")
+    with pytest.raises(InputError, match=r"^mesh\.pipeline = 2 shards nothing in inference: set it to 1$"):
+        config.layout(load(SMALL, ["mesh.pipeline=2"], None), 2, "decode")
 
 
 def test_each_device_of_a_sequence_has_two_chunks_of_it():

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -56,6 +56,16 @@ def _page_layout(
 def _page_numbers(work: Workload, slot: Slot) -> int:
     """Return the number of elements on one device of a page of a slot: of the page's tokens, or of one state."""
     return math.prod(work.shape(slot.axes, slot.shape)) * (work.page if slot.per == "token" else 1)
+
+
+def entry_bytes(work: Workload) -> Iterator[tuple[int, int]]:
+    """Yield, for each array that layers keep of tokens, the number of its layers, and its bytes of one token on one
+    device."""
+    layers = {name: entry.layers for name, entry in slots(work.model, work.kind, work.layout).items()}
+    for entry in page_layout(work).entries:
+        for _, slot in entry.slots:
+            if slot.per == "token":
+                yield layers[entry.name], math.prod(work.shape(slot.axes, slot.shape)) * _itemsize(work, slot)
 
 
 def kv_bytes_per_token(work: Workload) -> int:

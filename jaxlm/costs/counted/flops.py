@@ -104,8 +104,9 @@ def flops(work: Workload) -> Flops:
         return _with_draft_model(work)
     if work.kind != "train":  # each shard of an engine pads its own rows
         work = work.without_drafts()
-        shard = replace(work, batch=work.slots, layout=Layout())
-        executed = sum(op.times * op.flops for op in operations.without_copies(shard))
+        sharing = Layout({axis: work.layout[axis] for axis in work.rules.over("tiles")})
+        shard = replace(work, batch=work.slots, layout=sharing)
+        executed = sharing.size * sum(op.times * op.flops for op in operations.without_copies(shard))
         model = replace(work, layout=Layout(), engine_steps=None).without_kernels_or_padding()
         return _flops(model)._replace(executed=work.batch_shards * executed)
     whole = _flops(replace(work, layout=Layout()))

@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from jaxlm.costs.counted import drawing
+from jaxlm.costs.counted import cache, drawing
 from jaxlm.costs.counted.between_stages import between_stages
 from jaxlm.costs.counted.collective import Collective
 from jaxlm.costs.counted.device import DeviceStep, device_step
@@ -16,6 +16,7 @@ from jaxlm.models.doors.cost import Statistics
 from jaxlm.parallel.rules import together
 
 OUTER = "outer step"  # that of the sum of parameters over replicas of local SGD
+PAGES = "pages"  # what layers keep of the rows of prompts
 DRAWS = "draws"  # the kind of array of collectives before and after a draw
 
 
@@ -35,7 +36,7 @@ def _collectives(work: Workload) -> tuple[Collective, ...]:
     device = device_step(work)
     placed = [*_parameters(device), *_residual(device), *_operands(device), *_statistics(device)]
     if work.kind != "train":
-        placed += _draws(work)
+        placed += [*_rows_of_prompts(work), *_draws(work)]
     else:
         placed += [*_copies(device), *_adapters(device), *_sums(work), *_optimizer(work)]
         placed += between_stages(work) if work.stages > 1 else ()
@@ -48,6 +49,18 @@ def _draws(work: Workload) -> Iterator[Collective]:
     yield Collective("all-gather", over, work.passes, drawing.logits_bytes(work)[1], DRAWS)
     shards = work.several(work.rules.over("batch"))
     yield Collective("all-gather", shards, work.passes, drawing.drawn_bytes(work), DRAWS)
+
+
+def _rows_of_prompts(work: Workload) -> Iterator[Collective]:
+    """Yield what devices that share out the rows of prompts send one another: what each layer keeps of the rows, for
+    the pages that all have, and the rows after which tokens are drawn."""
+    over, shape = work.several(work.rules.over("tiles")), work.engine_steps.shape
+    if not over or not shape.tiles:
+        return
+    cache.page_layout(work).check_shared(work.layout, work.rules)
+    for layers, kept in cache.entry_bytes(work):
+        yield Collective("all-gather", over, work.passes * layers, shape.tiles * shape.tile * kept, PAGES)
+    yield Collective("all-reduce", over, work.passes, 4 * work.draws() * work.model.d_model, DRAWS)
 
 
 def _parameters(device: DeviceStep) -> Iterator[Collective]:

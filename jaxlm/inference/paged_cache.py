@@ -381,7 +381,9 @@ def _scan_runs(recurrence: Recurrence, axes: list[Axes], states: States, runs: _
         for name, first in recurrence.initial_states(1).items()
     }
     outputs_QT, after = scan(recurrence, before, runs.rows_QT, *zip(runs.inputs_QT, axes, strict=True))
-    return states | {name: states[name].at[runs.to_Q].set(x) for name, x in after.items()}, outputs_QT
+    states = states | {name: states[name].at[runs.to_Q].set(x) for name, x in after.items()}
+    # Otherwise XLA may write the states of all layers at the end of a step, and keep them until then.
+    return jax.lax.optimization_barrier((states, outputs_QT))
 
 
 def _in_runs(x: jax.Array, at: int, section: PagedSection) -> jax.Array:

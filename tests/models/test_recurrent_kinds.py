@@ -25,9 +25,13 @@ from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
+from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.lowering import report, targets
+from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.step_shapes import TILE, StepShape
+from jaxlm.lowering import hlo, report, targets
+from jaxlm.lowering.argument_reads import argument_reads
 from jaxlm.models import tree
 from jaxlm.models.attention import attention
 from jaxlm.models.cache import OwnTokens
@@ -234,6 +238,12 @@ def test_no_token_sees_a_later_one_or_another_document(kind):
         assert read >= set(range(token - min(POSITIONS[token], 2), token + 1))
 
 
+# Matrices that XLA for GPUs would merge, beside those with one number per head.
+WIDE = {
+    "gated_delta": {"kind": "gated_delta", "num_key_heads": 16, "num_value_heads": 16, "key_dim": 64, "value_dim": 64},
+    "mamba2": {"kind": "mamba2", "num_heads": 16, "head_dim": 64, "state_dim": 64, "num_groups": 16},
+}
+
 REFUSED = [
     (DELTA | {"num_key_heads": 3}, "num_key_heads = 3 does not divide model.attention.num_value_heads = 4"),
     (DELTA | {"taps": 1}, "taps"),
@@ -350,6 +360,28 @@ def test_a_short_convolution_is_one_pass_with_its_activation(target):
     entry = compiled.as_text().partition("ENTRY")[2]
     assert len(re.findall(rf" = \(?\w+\[{B},5\d\d,{D}\]\S* (?!parameter)", entry)) == 1
     assert compiled.memory_analysis().temp_size_in_bytes < B * T * D / 8
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["gated_delta", "mamba2"])
+def test_an_engine_s_step_reads_weights_once_and_keeps_no_states(kind):
+    """XLA for GPUs neither copies weights to merge products, nor holds the new states of layers until the last."""
+    mesh, settings = meshes.make(1, 1, 1, devices=targets.devices(Target.parse("h200-sxm:1"))), EngineSettings(slots=8)
+    sizes = WIDE[kind]
+
+    def compiled(layers):
+        model = model_fixtures.model(num_layers=layers, d_model=512, attention=sizes, position={"kind": "none"})
+        programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), settings)
+        cache = CacheSize(settings.page, tuple(9 for _ in programs.layout.groups))
+        return programs.step(StepShape(8, 0, TILE), cache).compile()
+
+    fewer, more = compiled(2), compiled(4)
+    temporaries = [each.memory_analysis().temp_size_in_bytes for each in (fewer, more)]
+    assert temporaries[1] - temporaries[0] < 8 * 16 * 64 * 64 * 4  # the states of one layer
+    reads = [each for each in argument_reads(hlo.parse(more.as_text(), trips=1)) if "attention" in each.name]
+    matrices = [each for each in reads if each.name.startswith("parameters") and each.bytes > 1 << 19]
+    assert len(matrices) == 4 * 5 and not any(each.copied for each in matrices)
 
 
 FILE = """

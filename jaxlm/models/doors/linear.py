@@ -153,6 +153,9 @@ def _product(
     size = matrix[...].shape[contracted]
     copies = 1 if num_query_heads is None else kv_heads(size, num_query_heads) // size
     weights = repeat_heads(matrix, contracted, copies)
+    if target.platform() == "gpu" and axes_of(matrix)[contracted:] == ("heads",):
+        # XLA merges products with one operand; beside a matrix as narrow as this by a copy of all their weights.
+        x = jax.lax.optimization_barrier(x)
     if is_sharded("residual") or target.platform() == "gpu":
         y = jnp.tensordot(x, weights, contracted)
     else:

@@ -111,6 +111,13 @@ def search(
     return []
 
 
+def best_on(layout: Layout, work: Workload, target: Target) -> Plan | None:
+    """Return the fastest plan of a workload on one layout that leaves `HEADROOM`; None where there is none."""
+    limit = (1 - HEADROOM) * target.chip.device_capacity()
+    (looked,) = _Search(work, target, (), FASTEST, JAXLM, True, limit).look_at([layout]).values() or (_NOTHING,)
+    return min(looked.plans, key=FASTEST.value, default=None)
+
+
 @dataclass(frozen=True)
 class _Search:
     """A search for plans that need no more than `limit` bytes on a device; the other fields are those of `search`."""
@@ -128,17 +135,17 @@ class _Search:
         """Return what there is on each of the layouts that were looked at."""
         stages = self.stack.pipeline.stages
         flat = list(_flat(self.work, self.target.part(stages).devices))
-        looked = self._look_at(flat)
+        looked = self.look_at(flat)
         axes = layout_choice.distinct_axes(self.work.rules, _axes(self.work))
         while self.work.kind == "train" and stages == 1:
             best = sorted(looked, key=lambda layout: looked[layout].rank)[:_FRONTIER]
             near = dict.fromkeys(other for layout in best for other in layout_choice.neighbours(layout, axes))
             if not (new := [layout for layout in near if layout not in looked]):
                 break
-            looked |= dict.fromkeys(new, _NOTHING) | self._look_at(new)
+            looked |= dict.fromkeys(new, _NOTHING) | self.look_at(new)
         return looked.values()
 
-    def _look_at(self, layouts: Iterable[Layout]) -> dict[Layout, _Looked]:
+    def look_at(self, layouts: Iterable[Layout]) -> dict[Layout, _Looked]:
         """Look at layouts, those first that may be best, and the less at others the more is found."""
         looked: dict[Layout, _Looked] = {}
         left: list[tuple[float, Layout, list[list[Workload]]]] = []

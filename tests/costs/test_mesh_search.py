@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from workload_fixtures import workload
@@ -10,7 +11,8 @@ from jaxlm import config
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.plan_order import TIE
-from jaxlm.costs.search import search, variants
+from jaxlm.costs.search import best_on, search, variants
+from jaxlm.costs.workload import Workload
 from jaxlm.parallel import layout_choice
 from jaxlm.parallel.layout import Layout
 
@@ -76,3 +78,15 @@ def test_a_run_without_stages_is_offered_none():
     work = workload("train", config.load("llama3.1-8b").model, 2, 8192)
     assert max(plan.work.stages for plan in search(work, target)) > 1
     assert all(plan.work.stages == 1 for plan in search(work, target, staged=False))
+
+
+def test_the_page_has_the_figures_of_its_picture():
+    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    for name, chips, mesh in (
+        ("llama3.1-70b", "h100-sxm5:512", Layout(fsdp=512)),
+        ("llama3.1-70b", "h100-sxm5:512", Layout(fsdp=256, context=2)),
+        ("qwen3-235b-a22b", "tpu-v5p:1024", Layout(fsdp=512, tensor=2)),
+    ):
+        found = best_on(mesh, Workload("train", config.load(name).model, 512, 8192), Target.parse(chips))
+        assert f"{100 * found.mfu:.1f} %" in page
+    assert best_on(Layout(fsdp=1024), Workload("train", found.work.model, 512, 8192), Target.parse(chips)) is None

@@ -170,6 +170,14 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", deepseek, "h100-sxm5:64", 128, 4096, on_64, (*of_experts, staged(8)))
     yield MemoryCase("train", deepseek, "h100-sxm5:256", 512, 4096, on_256, (*of_experts, staged(16)))
 
+    # Experts that are gathered, and latent attention.
+    oss, latent, layers = "gpt-oss-20b", "deepseek-v2-lite", lambda n: (auto, full, f"model.num_layers={n}")  # noqa: E731
+    yield MemoryCase("train", oss, "h200-sxm:8", 16, 4096, fsdp(8), (auto, full))
+    yield MemoryCase("train", oss, "h200-sxm:8", 16, 4096, fsdp(8), layers(8))
+    yield MemoryCase("train", oss, "tpu-v5e:4x4", 16, 4096, fsdp(16), layers(4))
+    yield MemoryCase("train", latent, "h200-sxm:8", 16, 4096, fsdp(8), layers(4))
+    yield MemoryCase("train", latent, "tpu-v5e:4x4", 16, 4096, fsdp(16), layers(4))
+
     yield MemoryCase("prefill", llama, "h200-sxm", 4, 4096)
     yield MemoryCase("prefill", llama, "h100-sxm5:8", 8, 4096, tensor(1, 8))
     yield MemoryCase("prefill", llama, "tpu-v5e:2x4", 4, 4096, tensor(1, 8))

@@ -5,12 +5,12 @@ in each phase was read from XLA's programs (`jaxlm.lowering.buffers`); docs/memo
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxlm.costs.counted import drawing, layer_memory, operations, parameters
+from jaxlm.costs.counted import drawing, gathered_memory, layer_memory, operations, parameters
 from jaxlm.costs.counted.between_stages import kept_bytes, slot_numbers
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
@@ -147,15 +147,17 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     resident, sums, slices = trained(work), _sums(work, total), _slices(device)
     moved = slot_numbers(work)
     sums += 4 * (moved.in_slots - moved.stored)
-    copied = _laid_out_again(device) + itemsize * moved.in_slots + _gathered_before(device)
+    copies = gathered_memory.laid_out_again(device)
+    copied = sum(copies.values()) + itemsize * moved.in_slots + gathered_memory.before(device)
     resident = resident._replace(parameters=resident.parameters + copied)
+    reused = gathered_memory.reused(device, copies, gradients)
     saved = layer_memory.kept(representative) if through else 0
     saved += kept_bytes(work)
-    state, parameters = resident.optimizer, resident.parameters + slices
+    state, parameters = resident.optimizer, resident.parameters + slices - reused.until_loss
 
     for layer in layers:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
-        gathered = _gathered_by_layer(device, layer, work.gathers_once)
+        gathered = gathered_memory.in_layer(device, layer, work.gathers_once)
         yield Memory(parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
     use, loss = _loss(device)
     around, tables = saved, 0
@@ -166,13 +168,10 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     is_array = loss.is_array or (recording.parameter(use) in gradients and device.gathered_over(use))
     gradient = loss.gradient if is_array else 0
     waiting = (gradient or loss.logits) if loss.waits else 0
-    yield Memory(parameters + _tables(device), sums + loss.table_sum, state, around, loss.logits + gradient, 0)
+    gathered = gathered_memory.at_loss(device)
+    yield Memory(parameters + gathered, sums + loss.table_sum, state, around, loss.logits + gradient, 0)
     for layer in layers if through else ():
         backward = layer_memory.backward(representative, layer)
-        gathered = _gathered(device, _of_module(device, layer, backward.at), here=True)
-        # The gradients of the last matrices wait to be summed.
-        last = [use for use in _last(device, layer) if recording.parameter(use) in gradients]
-        waits = sums + tables + _gathered(device, last)
         if work.execution.in_loop:  # the stacks of all layers are there from its first trip to its last
             ends = [(saved, itemsize * of_layers, slices)]
         else:  # what a layer keeps goes, and its gradients come
@@ -182,8 +181,10 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
                 (masks + own, itemsize * of_layers, slices // work.stage_layers.model.num_layers),
             ]
         for kept, made, cut in ends:
-            weights = resident.parameters + cut + gathered
-            yield Memory(weights, waits + made, state, kept + backward.bytes, waiting, 0)
+            weights = resident.parameters + cut - reused.backward
+            for gathered, waits, bytes_ in gathered_memory.in_backward(device, layer, backward, gradients):
+                held = sums + tables + made + waits
+                yield Memory(weights + gathered, held, state, kept + bytes_, waiting, 0)
     yield updated(work)
 
 
@@ -202,46 +203,13 @@ def _slices(device: DeviceStep) -> int:
     gathering, or behind the barrier of what runs again.
     """
     work, numbers = device.work, _numbers(device.work)
-    chunk = (_gathered_before(device) or numbers.stacked * work.itemsize) // work.rounds
+    chunk = (gathered_memory.before(device) or numbers.stacked * work.itemsize) // work.rounds
     if work.execution.in_loop:
         return numbers.sliced * work.itemsize + (chunk if work.rounds > 1 else 0)
     gathers = any(device.gathered_over(use) for use in device.recording.uses if use.layer is not None)
     if work.platform != "tpu" and not work.accumulates and work.remat == "none" and not gathers:
         return 0
     return chunk
-
-
-def _laid_out_again(device: DeviceStep) -> int:
-    """Return the bytes of the copies of parameters in the layout in which a GPU's program gathers them.
-
-    The dimension that is gathered comes first there. A parameter that has it elsewhere, as products that end in the
-    residual and tables [V, D] do, is copied as a whole before a loop over layers or microbatches.
-    Matrices that stages send one another, or gather, before are written so at once.
-    """
-    work = device.work
-    if work.platform == "tpu":
-        return 0
-    return _laid_out_in_loops(device, work.accumulates, work.execution.in_loop, work.rounds, work.gathers_once)
-
-
-@memoized_in("answers_on_mesh")
-def _laid_out_in_loops(
-    device: DeviceStep, accumulates: bool, layers_in_loop: bool, rounds: int, gathers_once: bool
-) -> int:
-    """Return the bytes of `_laid_out_again`, on a mesh, by what decides which loops there are."""
-    work, recording, paths = device.work, device.recording, set()
-    for use in recording.uses:
-        is_moved = use.layer in device.of_stages and work.stage_layers.exchanges
-        if is_moved or device.is_gathered_before(use):
-            continue
-        is_in_loop = accumulates or (use.layer is not None and layers_in_loop)
-        if (over := device.gathered_over(use)) and is_in_loop:
-            i = recording.weights[use.results[0]]
-            first, *_ = work.rules.placed(use.marker.operands[i], use.shapes[i], work.layout)
-            if set(first).isdisjoint(over):
-                paths.add(recording.parameter(use))
-    parameters = work.parameters
-    return work.itemsize * sum(work.stored(parameters[path].axes, parameters[path].shape) for path in paths)
 
 
 @memoized_in("answers_of_rows")
@@ -273,49 +241,3 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     slots = drawing.slots_bytes(work)
     yield Memory(weights, 0, 0, max(layers), results, kv_cache(work), slots)
     yield Memory(weights, 0, 0, 0, results + drawing.workspace(work), kv_cache(work), slots)
-
-
-def _gathered(device: DeviceStep, uses: Iterable[RecordedOp], *, here: bool = False) -> int:
-    """Return the bytes of the gathered parameters of these doors; `here`: of those that are gathered where they are
-    read."""
-    uses = (use for use in uses if not (here and device.is_gathered_before(use)))
-    return sum(device.weight_bytes(use) for use in uses if device.gathered_over(use))
-
-
-@memoized_in("answers_on_mesh")
-def _gathered_by_layer(device: DeviceStep, layer: int, gathers_once: bool) -> int:
-    """Return the bytes of the parameters that a layer gathers where they are read; none that are gathered before."""
-    return _gathered(device, device.recording.by_layer[layer], here=gathers_once)
-
-
-def _gathered_before(device: DeviceStep) -> int:
-    """Return the bytes of the matrices of layers, of all chunks of a stage, that are gathered before all ticks of a
-    pipeline."""
-    if not device.work.gathers_once:
-        return 0
-    uses = list(filter(device.is_gathered_before, device.recording.uses))
-    chunks = {use.layer: device.work.rounds if use.layer in device.of_stages else 1 for use in uses}
-    return sum(chunks[use.layer] * use.times * device.weight_bytes(use) for use in uses)
-
-
-def _of_module(device: DeviceStep, layer: int, at: int) -> list[RecordedOp]:
-    """Return the doors of the module that has the door at `at` if that door has a workspace, else the layer's last
-    products."""
-    uses = device.recording.by_layer[layer]
-    if device.cost(uses[at]).workspace.forward:
-        return [use for use in uses if use.scope.startswith(uses[at].scope)]
-    return _last(device, layer)
-
-
-@memoized_in("answers_of_rows")
-def _last(device: DeviceStep, layer: int) -> list[RecordedOp]:
-    """Return the products that read the last gathered residual of a layer."""
-    uses = device.recording.by_layer[layer]
-    gathered = [use.results[0] for use in uses if device.cost(use).relays]
-    return [use for use in uses if device.cost(use).weight_product and use.operands[0] == gathered[-1]]
-
-
-@memoized_in("answers_on_mesh")
-def _tables(device: DeviceStep) -> int:
-    """Return the bytes of the largest gathered parameter outside of layers."""
-    return max(_gathered(device, [use]) for use in device.recording.by_layer[None])

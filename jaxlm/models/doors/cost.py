@@ -363,6 +363,7 @@ class DoorCost(NamedTuple):
       relays: the result is the operand, laid out by other axes; the same buffer where these lie as the first.
       hands_on: the first result has rows of the first operand: its gradients are summed as those of the operand are.
       exchanges: the collectives of operands that are sharded more before the door than in it.
+      gathers: the door gathers its parameters, and scatters the sums of their gradients, in a function of its own.
       sums_gradients: the gradient of the first operand is summed over devices whole, and not scattered.
       counts_all_steps: `times` of products and passes cover all the engine's steps of one shape; other doors' `times`
         are of one step.
@@ -382,6 +383,7 @@ class DoorCost(NamedTuple):
     relays: bool = False
     hands_on: bool = False
     exchanges: tuple[Exchange, ...] = ()
+    gathers: bool = False
     sums_gradients: bool = False
     counts_all_steps: bool = False
 

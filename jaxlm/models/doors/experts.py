@@ -116,7 +116,7 @@ def _declare_to(local: Local) -> DoorCost:
     cost = _product_cost(local, order, choices, x, parts, Product(1, _own(local, order), width, y.shape[-1]))
     saved = Saved((0,) if matrix.is_trained else ())
     workspace = Workspace(beside=rows * width * x.itemsize, of_passes=_of_passes(local))
-    return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace)
+    return cost._replace(passes=tuple(passes), saved=saved, workspace=workspace, gathers=True)
 
 
 def _own(local: Local, order: LocalArray) -> int:
@@ -285,6 +285,7 @@ def _declare_from(local: Local) -> DoorCost:
         contracted=(1, (channel,) if is_sent else (0, channel)),
         contracted_rows=GATHERED if is_sent else EXPERT_TOKENS,
         exchanges=exchanges,
+        gathers=True,
     )
 
 

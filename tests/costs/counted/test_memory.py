@@ -13,7 +13,7 @@ import model_fixtures
 import pytest
 from workload_fixtures import changed, workload
 
-from jaxlm.costs.counted import memory as memory_module
+from jaxlm.costs.counted import gathered_memory
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.layer_memory import kept
 from jaxlm.costs.counted.memory import memory
@@ -105,9 +105,9 @@ def test_parameters_are_copied_into_the_layout_that_a_gpu_gathers(microbatches):
     names = ["output", "down", *["embedding"] * (microbatches > 1)]
     declared = parameters(work.model)
     copied = sum(math.prod(d.shape) for path, d in declared.items() if path.rpartition("/")[2] in names)
-    assert memory_module._laid_out_again(device_step(work)) == 2 * copied // shards
-    assert not memory_module._laid_out_again(device_step(changed(work, platform="tpu")))
-    assert not memory_module._laid_out_again(device_step(changed(work, layout=meshes.layout(4, 1, 1))))
+    assert sum(gathered_memory.laid_out_again(device_step(work)).values()) == 2 * copied // shards
+    assert not gathered_memory.laid_out_again(device_step(changed(work, platform="tpu")))
+    assert not gathered_memory.laid_out_again(device_step(changed(work, layout=meshes.layout(4, 1, 1))))
 
 
 @pytest.mark.parametrize("mesh", [meshes.layout(), meshes.layout(2, 2, 2)], ids=str)

@@ -125,6 +125,21 @@ MIXED = {
     ),
 }
 
+# Gated DeltaNet, whose keys and values have sizes of their own and where two value heads share a key; and Mamba-2.
+DELTA = {"kind": "gated_delta", "num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 12}
+MAMBA = {"kind": "mamba2", "num_heads": 4, "head_dim": 6, "state_dim": 8, "num_groups": 2, "bias": True}
+# A hybrid of recurrence and attention, and a model of recurrences alone.
+RECURRENT = {
+    "delta": {**LLAMA, "num_layers": 2, "pattern": ({"name": "delta", "attention": DELTA}, {"name": "full"})},
+    "mamba2": {
+        **LLAMA,
+        "num_layers": 2,
+        "position": {"kind": "none"},
+        "attention": MAMBA,
+        "feed_forward": {"kind": "none"},
+    },
+}
+
 # Where norms stand, and what the feed-forward layer reads.
 BLOCKS = tuple(
     {"norm_placement": norm_placement, "residual": residual}

@@ -313,14 +313,17 @@ class PagedLayer:
     def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: TokenArray) -> tuple[jax.Array, "PagedLayer"]:
         """Carry the states of the rows' sequences through inputs [R, 1, …].
 
-        Sequences of one row are carried together, and runs of several rows one after the other, since a run may go on
-        from the run before.
+        On a CPU row by row (`chunk_tokens`). Elsewhere sequences of one row are carried together, and runs of several
+        rows one after the other, since a run may go on from the run before.
         """
         size = chunk_tokens(recurrence.size, recurrence.operation, target.platform(), is_engine=True)
         recurrence = recurrence._replace(size=size)
-        states, outputs, at = self.states, [], 0
         tokens_R = ChunkRows(rows.is_token_BT[:, 0], rows.begins_BT[:, 0])
         arrays_R, axes = [x[:, 0] for x, _ in inputs], [each for _, each in inputs]
+        if recurrence.size == 1:
+            states, outputs_R = _scan_rows(recurrence, axes, self.states, self._each_row(tokens_R, arrays_R))
+            return outputs_R[:, None], dataclasses.replace(self, states=states)
+        states, outputs, at = self.states, [], 0
         for section in self.of_states:
             (from_Q, first_Q), (to_Q, _) = self._places(section, at, back=1), self._places(section, at)
             tokens_QT, arrays_QT = jax.tree.map(partial(_in_runs, at=at, section=section), (tokens_R, arrays_R))
@@ -334,6 +337,14 @@ class PagedLayer:
             outputs.append(outputs_QT.reshape(-1, 1, *outputs_QT.shape[2:]))
             at += len(to_Q) * section.rows
         return jnp.concatenate(outputs), dataclasses.replace(self, states=states)
+
+    def _each_row(self, tokens_R: ChunkRows, arrays_R: list[jax.Array]) -> "_Runs":
+        """Return each row as a run of its own."""
+        tables = [jnp.repeat(section.table, section.rows, axis=0) for section in self.of_states]
+        whole = PagedSection(jnp.concatenate(tables), 1)
+        (from_R, first_R), (to_R, _) = self._places(whole, 0, back=1), self._places(whole, 0)
+        tokens_R1, arrays_R1 = jax.tree.map(lambda x: x[:, None], (tokens_R, arrays_R))
+        return _Runs(from_R, to_R, first_R, tokens_R1, arrays_R1)
 
     @property
     def is_own_pass(self) -> bool:
@@ -373,17 +384,46 @@ class _Runs(NamedTuple):
     inputs_QT: list[jax.Array]
 
 
-def _scan_runs(recurrence: Recurrence, axes: list[Axes], states: States, runs: _Runs) -> tuple[States, jax.Array]:
-    """Carry states through runs of which no two are of one sequence. Return the pages of states, and the outputs."""
-    begins_Q = runs.first_Q <= 0  # its page may hold anything
-    before = {
-        name: where_rows(begins_Q, first, states[name][runs.from_Q])
+def _before(recurrence: Recurrence, states: States, from_Q: jax.Array, first_Q: jax.Array) -> States:
+    """Return the states before runs: at the beginning of a sequence the first, whatever the page holds."""
+    return {
+        name: where_rows(first_Q <= 0, first, states[name][from_Q])
         for name, first in recurrence.initial_states(1).items()
     }
+
+
+def _scan_runs(recurrence: Recurrence, axes: list[Axes], states: States, runs: _Runs) -> tuple[States, jax.Array]:
+    """Carry states through runs of which no two are of one sequence. Return the pages of states, and the outputs."""
+    before = _before(recurrence, states, runs.from_Q, runs.first_Q)
     outputs_QT, after = scan(recurrence, before, runs.rows_QT, *zip(runs.inputs_QT, axes, strict=True))
     states = states | {name: states[name].at[runs.to_Q].set(x) for name, x in after.items()}
     # Otherwise XLA may write the states of all layers at the end of a step, and keep them until then.
     return jax.lax.optimization_barrier((states, outputs_QT))
+
+
+def _scan_rows(recurrence: Recurrence, axes: list[Axes], states: States, runs: _Runs) -> tuple[States, jax.Array]:
+    """Carry states through runs of one row, one after the other. Return the pages of states, and the outputs [R, …].
+
+    In a loop XLA computes a row in one way however many there are. Each trip writes the states after its row before it
+    reads those of the next: where it wrote what it had read, XLA would copy all pages.
+    """
+
+    def one(carry: tuple[States, States], trip: tuple[_Runs, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        (states, before), (run, from_1, first_1) = carry, trip
+        outputs_11, after = scan(recurrence, before, run.rows_QT, *zip(run.inputs_QT, axes, strict=True))
+        written = {
+            name: jax.lax.dynamic_update_index_in_dim(states[name], x[0].astype(states[name].dtype), run.to_Q[0], 0)
+            for name, x in after.items()
+        }
+        states = states | written
+        return (states, _before(recurrence, states, from_1, first_1)), outputs_11[0, 0]
+
+    each: _Runs = jax.tree.map(lambda x: x[:, None], runs)
+    from_R1, first_R1 = each.from_Q, each.first_Q
+    begun = states, _before(recurrence, states, from_R1[0], first_R1[0])
+    following = jnp.roll(from_R1, -1, axis=0), jnp.roll(first_R1, -1, axis=0)
+    (states, _), outputs_R = jax.lax.scan(one, begun, (each, *following))
+    return states, outputs_R
 
 
 def _in_runs(x: jax.Array, at: int, section: PagedSection) -> jax.Array:

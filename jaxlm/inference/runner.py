@@ -410,13 +410,22 @@ class Runner:
                 return set()
             return {(x.index[1].start or 0, np.asarray(x.data)[-1].tobytes()) for x in logits_QV.addressable_shards}
 
+        def of_prompts(shape: StepShape, part: range) -> list[range]:
+            """Return what the steps of a shape read of a part."""
+            tokens = shape.tiles * TILE
+            return [part[at : at + tokens] for at in range(0, len(part), tokens)]
+
         plain, whole, runs = self._shapes[False], range(len(tokens)), []
         for shape in (shape for shape in plain if shape.tiles):
-            parts = [whole] if shape.tiles >= 2 else [whole[:TILE], whole[TILE:]]
-            runs += [
-                (shape, part, run) for run in {shape.decode, shape.runs - len(parts[-1][::TILE])} for part in parts
-            ]
-        runs += [(shape, whole[-1:], run) for shape in plain for run in {0, shape.decode - 1}]
+            parts = of_prompts(shape, whole)
+            begins = {shape.decode, shape.runs - len(parts[-1][::TILE])}
+            runs += [(shape, part, run) for run in begins for part in parts]
+        # The state of a recurrent layer is that after the token read last: it is read up to there before each time.
+        widest = plain[-1]
+        before = [(widest, part, widest.decode) for part in of_prompts(widest, whole[:-1])]
+        for shape in plain:
+            for run in {0, shape.decode - 1}:
+                runs += [*before, (shape, whole[-1:], run)]
         logits = set().union(*(read(*each) for each in runs))
         return len(logits) == len({start for start, _ in logits})
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from markers import ELSEWHERE
 from matrices import sampled
-from model_fixtures import silu
+from model_fixtures import DELTA, MAMBA, silu
 from workload_fixtures import sections_of, workload
 
 from jaxlm.config import load
@@ -43,9 +43,6 @@ from jaxlm.parallel.rules import ENGINE
 from jaxlm.training.step import TrainStep
 from kernels_pallas.flash_attention import KeyRange
 
-# Keys and values have sizes of their own, and two value heads share a key.
-DELTA = {"kind": "gated_delta", "num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 12}
-MAMBA = {"kind": "mamba2", "num_heads": 4, "head_dim": 6, "state_dim": 8, "num_groups": 2, "bias": True}
 KINDS = {
     "gated_delta": DELTA,
     "short_convolution": {"kind": "short_convolution", "bias": True},

@@ -157,8 +157,8 @@ class _Calls(NamedTuple):
 
 
 def _calls(local: Local) -> list[_Calls]:
-    """Return the calls on one device. An engine scans the sequences of its decode section in
-    one call, and the tiles of prompts one after the other."""
+    """Return the calls on one device. An engine scans the sequences of its decode section in one call, and the tiles
+    of prompts one after the other; rows one by one where its chunks are of one token."""
     how = local.options["size"], local.options["operation"], local.platform
     size = chunk_tokens(*how, is_engine=bool(local.sections))
 
@@ -168,6 +168,8 @@ def _calls(local: Local) -> list[_Calls]:
     if not local.sections:
         return [of(*local.results[0].shape[:2])]
     sections = [(each.sequences, each.queries, isinstance(each, SectionReads)) for each in local.sections]
+    if size == 1:
+        return [of(1, 1, times=n * queries) for n, queries, _ in sections if n]
     return [of(1, queries, n) if paged and queries > 1 else of(n, queries) for n, queries, paged in sections if n]
 
 

@@ -62,7 +62,7 @@ def greedy(model, request, drawn):
 
 def make(family="llama", names=("x", "y"), dtype="float32", sizes=(), quantize=None, draft=None, **settings):
     """Return an engine of a base with these adapters."""
-    model, mesh = model_of(family), meshes.make(*sizes)
+    model, mesh = model_of(family), meshes.make(**sizes) if isinstance(sizes, dict) else meshes.make(*sizes)
     quantized = quantize and Quantization(quantize)
     parameters = tree.init(model, 0, mesh)
     if quantized:
@@ -107,7 +107,7 @@ def bits(text):
 
 CASES = [("llama", "float32", (), None), ("gpt2", "float32", (), None), ("mixed", "float32", (), None)]
 CASES += [("mixture", "float32", (2, 1, 2), None), ("llama", "bfloat16", (), "int8"), ("llama", "float32", (2, 1, 2))]
-CASES += [("llama", "float32", (), "int8")]
+CASES += [("llama", "float32", (), "int8"), ("llama", "float32", {"context": 2})]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ["('llama', 'float32', (), None)"]), ids=str)
@@ -152,13 +152,15 @@ def test_no_prefix_is_found_under_another_adapter():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [{}, {"context": 2}], ids=str)
 @pytest.mark.parametrize("source", ["ngram", "itself"])
-def test_drafts_change_no_text_of_an_adapter(source):
-    """A draft model draws without adapters: of the base its drafts are right, and of an adapter they may be."""
+def test_drafts_change_no_text_of_an_adapter(source, sizes):
+    """A draft model draws without adapters: of the base its drafts are right, and of an adapter they may be. Also where
+    devices share out the rows of prompts."""
     asked, model = requests(), model_of("llama")
     texts = [bits(text) for text in served(make(), asked)]
-    draft = None if source == "ngram" else DraftModel(model, tree.init(model, 0, meshes.make()))
-    drafting = make(speculation=Speculation(source, 2), draft=draft)
+    draft = None if source == "ngram" else DraftModel(model, tree.init(model, 0, meshes.make(**sizes)))
+    drafting = make(sizes=sizes, speculation=Speculation(source, 2), draft=draft)
     assert [bits(text) for text in served(drafting, asked)] == texts
     assert drafting.accepted or not draft
 

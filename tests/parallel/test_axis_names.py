@@ -12,13 +12,14 @@ from jaxlm.parallel.layout import AXES
 ROOT = Path(jaxlm.__file__).parent
 PACKAGES = ("costs", "training", "models", "inference", "lowering")
 # What else is called so: the time that a run waits for its data, the degree of sharding of a published run, what is
-# before a continuation, and the stages of other software.
+# before a continuation, the stages of other software, and a kind of published figures.
 OTHERS = {
     ("training/goodput.py", "data"),
     ("costs/published/runs.py", "fsdp"),
     ("inference/scoring.py", "context"),
     ("costs/stack.py", "pipeline"),
     ("costs/published/runs.py", "pipeline"),
+    ("costs/published/cases.py", "pipeline"),
     ("costs/timing/step_time.py", "pipeline"),
 }
 # Sections, methods, settings and modules that have an axis's name: the data of an experiment, the most tokens of a

@@ -1,6 +1,7 @@
 """Checkpoints: Orbax writes them, asynchronously and atomically, and reads them onto any mesh."""
 
 import logging
+import math
 import re
 import shutil
 import textwrap
@@ -39,6 +40,8 @@ _REASON = 300
 _BYTES_PER_S = 1e8
 # Compressed at a time of an array, and the least size of a file: a few such files wait in memory to be written.
 _CHUNK_BYTES, _FILE_BYTES = 2**23, 2**24
+# Written at once where no memory is to be had; a shard is written whole.
+_AT_ONCE_BYTES = 2**26
 _FILES = 4096  # of an item, at most; larger files then
 # How much longer processes wait for the slowest one.
 _PATIENCE_S = 1200
@@ -62,9 +65,15 @@ class Checkpoints:
     of `TrainState`), keyed by tree path.
     """
 
-    def __init__(self, directory: Path, keep: int, size: int = 0):
-        """Open the writer. `size`: the bytes of a state, which sets the timeout: all bytes are written, then read again
-        for their checksums, while processes wait for one another."""
+    def __init__(self, directory: Path, keep: int, size: int = 0, at_once: int | None = None):
+        """Open the writer.
+
+        Args:
+          size: the bytes of a state, which sets the timeout: all bytes are written, then read again for their
+            checksums, while processes wait for one another.
+          at_once: the bytes of parameters, more than those of a shard, that are compressed and wait for the disk at
+            once; None: all of them.
+        """
         self._directory = directory.absolute()
         with first_process_first("cleaning checkpoints"):
             for left in self._directory.glob(_IN_PROGRESS):  # from a process that was killed while saving
@@ -81,7 +90,11 @@ class Checkpoints:
                 timeout_secs=int(_PATIENCE_S + 2 * size / _BYTES_PER_S), post_finalization_callback=self._write_manifest
             ),
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        handlers = None
+        if at_once is not None:
+            impl = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=at_once)
+            handlers = {"parameters": ocp.PyTreeCheckpointHandler(handler_impl=impl)}
+        self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
         self._began = self._longest_s = 0.0
 
     def __enter__(self) -> "Checkpoints":
@@ -221,10 +234,14 @@ def restore_parameters(directory: Path, step: int, like: Tree, average: bool = F
 
 
 def save_parameters(directory: Path, parameters: Tree) -> None:
-    """Write parameters alone, each in its dtype, as the checkpoint of step 0. Raises Unsaved."""
-    folder, item = directory.absolute(), {"parameters": parameters}
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
-    with Checkpoints(folder, keep=1, size=size) as saved:
+    """Write parameters alone, each in its dtype, as the checkpoint of step 0. Raises Unsaved.
+
+    They may be views of files: however slow the disk, no more than one shard, or a few small ones, waits in memory.
+    """
+    folder, item, leaves = directory.absolute(), {"parameters": parameters}, jax.tree.leaves(parameters)
+    size = sum(leaf.nbytes for leaf in leaves)
+    shard = max(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    with Checkpoints(folder, keep=1, size=size, at_once=max(shard + 1, _AT_ONCE_BYTES)) as saved:
         saved.check_room(size)
         saved.save_items(0, item, None)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import meshes
 import model_fixtures
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from matrices import sampled
 
@@ -113,14 +114,25 @@ def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
         )
 
 
-def test_little_of_a_checkpoint_waits_in_memory_to_be_written(tmp_path):
-    """An array is compressed in pieces, into files that are small: Orbax keeps a few in memory, by default of 2 GB."""
+def test_little_of_a_checkpoint_waits_in_memory_to_be_written(tmp_path, monkeypatch):
+    """An array is compressed in pieces, into files that are small: Orbax keeps a few in memory, by default of 2 GB. Of
+    parameters alone it compresses one shard after another, or several small ones."""
+    handler, limits = ocp.BasePyTreeCheckpointHandler, []
+
+    def limited(save_concurrent_bytes):
+        limits.append(save_concurrent_bytes)
+        return handler(save_concurrent_bytes=save_concurrent_bytes)
+
+    monkeypatch.setattr(ocp, "BasePyTreeCheckpointHandler", limited)
+    monkeypatch.setattr(checkpoints, "_AT_ONCE_BYTES", 1)
     noise = jnp.asarray(np.random.default_rng(0).random((6, 2**21), np.float32))  # 50 MB that hardly shrink
-    checkpoints.save_parameters(tmp_path, {"x": noise})
+    parameters = {"x": noise, "y": noise[:, 0]}
+    checkpoints.save_parameters(tmp_path, parameters)
+    assert limits == [noise.nbytes + 1]
     sizes = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
     assert sum(sizes) > 40e6 and max(sizes) < checkpoints._FILE_BYTES + 2 * checkpoints._CHUNK_BYTES
-    like = {"x": jax.ShapeDtypeStruct(noise.shape, noise.dtype, sharding=noise.sharding)}
-    np.testing.assert_array_equal(checkpoints.restore_parameters(tmp_path, 0, like)["x"], noise)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parameters)
+    chex.assert_trees_all_equal(checkpoints.restore_parameters(tmp_path, 0, like), parameters)
 
 
 def test_the_newest_and_the_best_stay(tmp_path):

@@ -145,6 +145,21 @@ def test_flops_are_those_of_the_formula(name):
     assert train_gpu.flops(again) == flops
 
 
+def test_the_small_hybrid_learns_more_than_attention_of_its_size():
+    """As recorded. After a change of configs/hybrid.toml: python benchmarks/hybrid.py"""
+    import hybrid
+
+    (file,) = (BENCHMARKS / "results").glob("*/hybrid.json")
+    recorded = json.loads(file.read_text())
+    experiments = {name: hybrid.experiment(name) for name in hybrid.MODELS}
+    assert recorded["parameters"] == {name: tree.parameter_count(each.model) for name, each in experiments.items()}
+    losses = {(row["model"], row["seed"]): row["held_out_loss"] for row in recorded["rows"]}
+    assert losses.keys() == {(name, seed) for name in hybrid.MODELS for seed in range(3)}
+    assert {row["steps"] for row in recorded["rows"]} == {experiments["hybrid"].training.steps}
+    assert all(losses["hybrid", seed] < losses["attention", seed] for seed in range(3))
+    assert f"the hybrid is **{recorded['gap']:.3f} lower**" in (BENCHMARKS / "README.md").read_text()
+
+
 def test_an_h200_has_its_peak():
     import train_gpu
 

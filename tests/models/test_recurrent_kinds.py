@@ -23,6 +23,7 @@ from workload_fixtures import sections_of, workload
 from jaxlm.config import load
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.cache import kv_cache
+from jaxlm.costs.counted.traced import traced_work
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference.cache_memory import CacheSize
@@ -30,14 +31,18 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape
-from jaxlm.lowering import hlo, report, targets
+from jaxlm.lowering import hlo, launched_kernels, report, targets
 from jaxlm.lowering.argument_reads import argument_reads
 from jaxlm.models import tree
 from jaxlm.models.attention import attention
 from jaxlm.models.cache import OwnTokens
 from jaxlm.models.doors import Dropout
-from jaxlm.models.doors.scan import ChunkRows, scan
+from jaxlm.models.doors.scan import ChunkRows, _FlatChunk, scan
+from jaxlm.models.kernels import using_kernels
+from jaxlm.models.logical_axes import HEADS
 from jaxlm.models.recurrences import convolution
+from jaxlm.models.recurrences.delta_rule import gated_delta_rule as delta_rule
+from jaxlm.models.recurrences.state_space import state_space
 from jaxlm.models.rows import RowContext
 from jaxlm.parallel.rules import ENGINE
 from jaxlm.training.step import TrainStep
@@ -365,20 +370,65 @@ def test_a_short_convolution_is_one_pass_with_its_activation(target):
 def test_an_engine_s_step_reads_weights_once_and_keeps_no_states(kind):
     """XLA for GPUs neither copies weights to merge products, nor holds the new states of layers until the last."""
     mesh, settings = meshes.make(1, 1, 1, devices=targets.devices(Target.parse("h200-sxm:1"))), EngineSettings(slots=8)
-    sizes = WIDE[kind]
+    models = [
+        model_fixtures.model(num_layers=n, d_model=512, attention=WIDE[kind], position={"kind": "none"}) for n in (2, 4)
+    ]
 
-    def compiled(layers):
-        model = model_fixtures.model(num_layers=layers, d_model=512, attention=sizes, position={"kind": "none"})
+    def compiled(model):
         programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), settings)
         cache = CacheSize(settings.page, tuple(9 for _ in programs.layout.groups))
         return programs.step(StepShape(8, 0, TILE), cache).compile()
 
-    fewer, more = compiled(2), compiled(4)
+    fewer, more = map(compiled, models)
     temporaries = [each.memory_analysis().temp_size_in_bytes for each in (fewer, more)]
     assert temporaries[1] - temporaries[0] < 8 * 16 * 64 * 64 * 4  # the states of one layer
-    reads = [each for each in argument_reads(hlo.parse(more.as_text(), trips=1)) if "attention" in each.name]
+    programs = [hlo.parse(each.as_text(), trips=1) for each in (fewer, more)]
+    reads = [each for each in argument_reads(programs[1]) if "attention" in each.name]
     matrices = [each for each in reads if each.name.startswith("parameters") and each.bytes > 1 << 19]
     assert len(matrices) == 4 * 5 and not any(each.copied for each in matrices)
+    # States are counted as often as the program moves them: the bytes of two layers.
+    moved = [sum(each.bytes * each.count for each in launched_kernels.kernels(program)) for program in programs]
+    works = [workload("decode", model, 8, 100, platform="gpu") for model in models]
+    counted = [sum(op.times * max(op.least_bytes, op.most_bytes) for op in operations.step(work)) for work in works]
+    assert moved[1] - moved[0] == pytest.approx(counted[1] - counted[0], rel=0.1)
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["gated_delta", "mamba2"])
+def test_the_bytes_of_chunks_are_those_of_the_fused_program(kind):
+    """With gradients, in XLA's program for a GPU, without its copies of arrays between chunks."""
+    B, N, H, tokens = 8, 16, 64, 4 * CHUNK
+    skip = jnp.ones(N), ("heads",)
+    recurrence = delta_rule(N, H, H) if kind == "gated_delta" else state_space(N, H, H, skip)
+    function, weights = _FlatChunk(recurrence.chunk, ("matrix",), 5, 5 + len(recurrence.weights)), recurrence.weights
+
+    def shapes(tokens):
+        per_token = [((B, tokens, N, H), "bfloat16")] * 3 + [((B, tokens, N), "float32")] * 2
+        states = [((B, N, H, H), "float32")]
+        return per_token + [((N,), "float32")] * len(weights) + states + [((B, tokens), "bool")] * 2
+
+    work = traced_work(function, tuple(shapes(CHUNK)), tuple(range(6 + len(weights))), checkpointed=True)
+    counted = tokens // CHUNK * sum(each.bytes for each in work.values())
+
+    def run(*arrays):
+        states = {"matrix": arrays[-3]}
+        inputs = [(x, HEADS[: x.ndim]) for x in arrays[:5]]
+        of_weights = recurrence._replace(weights=tuple((x, ("heads",)) for x in arrays[5:-3]))
+        y, after = scan(of_weights, states, ChunkRows(*arrays[-2:]), *inputs)
+        return y, after["matrix"]
+
+    def both(*arrays):
+        results, pull_back = jax.vjp(lambda *x: run(*x, *arrays[-2:]), *arrays[:-2])
+        return results, pull_back(results)
+
+    mesh = meshes.make(1, 1, 1, devices=targets.devices(Target.parse("h200-sxm:1")))
+    whole = NamedSharding(mesh, PartitionSpec())
+    structs = [jax.ShapeDtypeStruct(*each, sharding=whole) for each in shapes(tokens)]
+    with jax.set_mesh(mesh), using_kernels("xla"):
+        compiled = jax.jit(both).lower(*structs).compile()
+    program = hlo.parse(compiled.as_text(), trips=tokens // CHUNK)
+    assert 0.7 < counted / sum(each.bytes * each.count for each in launched_kernels.kernels(program)) < 1.05
 
 
 FILE = """

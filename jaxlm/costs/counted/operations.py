@@ -203,6 +203,7 @@ def _traced(use: RecordedOp, traced: Traced) -> Iterator[Operation]:
         for product, times in each.products:
             yield Operation(use.scope, phase, use.times * traced.times * times, product, 0, 0)
         rest, most = traced.times * each.flops, max(traced.bytes, traced.times * each.bytes)
+        most += traced.copied if phase == "forward" else 0
         if each.products or rest:
             yield Operation(use.scope, phase, use.times, None, traced.bytes, most, rest)
 

@@ -295,6 +295,8 @@ class _Reader:
             elif name == "name":
                 results = known
                 self.recording.names[results[0]] = eqn.params["name"]
+            elif name == "optimization_barrier":
+                results = [self.new() if each is None else each for each in operands]
             else:
                 results = self._between_doors(eqn, operands, here, times, layer)
             values.update(zip(eqn.outvars, results, strict=True))

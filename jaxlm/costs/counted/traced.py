@@ -13,12 +13,13 @@ from jax.interpreters import partial_eval
 
 from jaxlm.costs.jaxpr.cost import Phase
 from jaxlm.costs.jaxpr.count import count, phase_of
+from jaxlm.costs.jaxpr.fused import fused_bytes
 from jaxlm.models.doors.cost import Product
 
 
 class TracedWork(NamedTuple):
-    """The products of a phase with their numbers of runs, the FLOPs outside of products, and the bytes moved, all
-    counted from a jaxpr."""
+    """The products of a phase with their numbers of runs, the FLOPs outside of products, and the bytes moved where what
+    is computed number by number is fused, all counted from a jaxpr."""
 
     products: tuple[tuple[Product, int], ...]
     flops: int
@@ -49,19 +50,24 @@ def traced_work(
 
     work: dict[Phase, TracedWork] = {}
     for each, phases in ((function, ("forward",)), (both, ("backward", "rematerialised"))):
-        cost, products = count(each, *arrays), _products(each, arrays)
+        cost, jaxpr = count(each, *arrays), _needed(each, arrays)
+        products, moved = _products(jaxpr), fused_bytes(jaxpr)
         for phase in phases:
             part = cost.of(phase=phase)
             if part.matmul_flops != sum(product.flops * times for product, times in products[phase].items()):
                 raise ValueError(f"{cost.name} multiplies otherwise than by dot_general a known number of times")
-            rest, moved = part.flops - part.matmul_flops, part.bytes_in + part.bytes_out
-            work[phase] = TracedWork(tuple(products[phase].items()), rest, moved)
+            rest = part.flops - part.matmul_flops
+            work[phase] = TracedWork(tuple(products[phase].items()), rest, moved[phase])
     return work
 
 
-def _products(function: Callable[..., Any], arrays: list[jax.ShapeDtypeStruct]) -> dict[Phase, Counter[Product]]:
-    """Return the products of each phase of a function whose results are all used."""
-    jaxpr, _ = partial_eval.dce_jaxpr(jax.make_jaxpr(function)(*arrays).jaxpr, True)
+def _needed(function: Callable[..., Any], arrays: list[jax.ShapeDtypeStruct]) -> Jaxpr:
+    """Return the jaxpr of a function whose results are all used."""
+    return partial_eval.dce_jaxpr(jax.make_jaxpr(function)(*arrays).jaxpr, True)[0]
+
+
+def _products(jaxpr: Jaxpr) -> dict[Phase, Counter[Product]]:
+    """Return the products of each phase of a jaxpr."""
     products: dict[Phase, Counter[Product]] = {"forward": Counter(), "backward": Counter(), "rematerialised": Counter()}
     _add(jaxpr, "forward", 1, products)
     return products

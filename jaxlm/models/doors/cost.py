@@ -223,6 +223,7 @@ class Traced(NamedTuple):
       times: calls.
       bytes: that all calls together read and write at least.
       checkpointed: the backward pass calls it again.
+      copied: bytes that results are read and written once more, in all calls together.
     """
 
     function: Callable[..., Any]
@@ -231,6 +232,7 @@ class Traced(NamedTuple):
     times: int
     bytes: int
     checkpointed: bool
+    copied: int = 0
 
 
 class Saved(NamedTuple):

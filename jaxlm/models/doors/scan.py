@@ -203,7 +203,9 @@ def _declare(local: Local) -> DoorCost:
         ]
         shapes = [*zip(operands, (x.dtype for x in arrays), strict=True), *(((B, C), x.dtype) for x in per_token[-2:])]
         moved = times * (B * (C * of_token + 2 * of_states) + sum(x.bytes for x in weights))
-        return Traced(function, tuple(shapes), tuple(trained), times, moved, checkpointed=chunks > 1)
+        # An engine writes the states after a run of rows into pages, which XLA does by a copy.
+        copied = 2 * call.times * B * of_states if local.sections else 0
+        return Traced(function, tuple(shapes), tuple(trained), times, moved, chunks > 1, copied)
 
     saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states)
     workspace = Workspace(beside=2 * max(call.B for call in calls) * of_states)  # before and after a chunk

@@ -17,7 +17,7 @@ from jaxlm.inference.commands import EngineCommand, encode_commands
 from jaxlm.inference.draft_model import DraftModel
 from jaxlm.inference.generation import EndReason, Token
 from jaxlm.inference.grammar import CompiledGrammar, Grammars
-from jaxlm.inference.pages import Pages
+from jaxlm.inference.pages import GroupHit, Pages
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts, check_stop_tokens
 from jaxlm.inference.runner import PendingStep, Reading, Runner, Scores
@@ -161,6 +161,12 @@ class Engine:
     def pages_cached(self) -> int:
         """The pages of all groups and shards that nobody holds and that may be found again."""
         return sum(sum(pages.cached) for pages in self.pages)
+
+    @property
+    def group_hits(self) -> dict[str, GroupHit]:
+        """By the name of each group of pages (`PageLayout.names`), the tokens of prompts that it had, and that it alone
+        lacked, when requests began."""
+        return dict(zip(self.runner.programs.layout.names, self._scheduler.hits, strict=True))
 
     @property
     def preemptions(self) -> int:

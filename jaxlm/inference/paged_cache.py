@@ -94,6 +94,15 @@ class PageLayout(NamedTuple):
                 "order: set it to 1 for this model"
             )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each group: `states`, or of tokens `attention` or `window=1024`."""
+        of_states = {entry.states for entry in self.entries}
+        return tuple(
+            "states" if group in of_states else "attention" if window is None else f"window={window}"
+            for group, window in enumerate(self.groups)
+        )
+
     def page_bytes(self, group: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> int:
         """Return the bytes on each device of one page of all layers of a group."""
         one = [1] * len(self.groups)

@@ -4,7 +4,7 @@ import hashlib
 import math
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
@@ -22,6 +22,23 @@ class PageGroup(NamedTuple):
     window: int | None = None
 
 
+class GroupHit(NamedTuple):
+    """Tokens of a prompt that a group of pages has, and has not.
+
+    Attributes:
+      found: of the longest prefix of which this group has what a token after it reads.
+      lacked: of a longer prefix than the one that is used, of which all other groups have that, and this one has not.
+    """
+
+    found: int = 0
+    lacked: int = 0
+
+
+def added(hits: Iterable[Sequence[GroupHit]]) -> list[GroupHit]:
+    """Return the sums of hits, group by group."""
+    return [GroupHit(*map(sum, zip(*each, strict=True))) for each in zip(*hits, strict=True)]
+
+
 class SequencePages:
     """The pages of one sequence.
 
@@ -30,13 +47,24 @@ class SequencePages:
       tokens: the tokens that are written for certain, among those that have room. After `match`, the tokens whose keys
         are in the pages; the token after these tokens is written next.
       published: the whole pages, from the first, that `publish` has seen or `match` has found.
+      hits: by group, what `match` found.
+      branches: pages of prefixes that others may begin with too: they had it, or their tokens differ after it.
     """
 
-    __slots__ = ("tables", "tokens", "published", "salt", "prefix")
+    __slots__ = ("tables", "tokens", "published", "salt", "prefix", "hits", "branches")
 
-    def __init__(self, tables: list[array], salt: bytes, prefix: "_Prefix | None", published: int, size: int):
-        self.tables, self.salt, self.prefix = tables, salt, prefix
+    def __init__(
+        self,
+        tables: list[array],
+        salt: bytes,
+        prefix: "_Prefix | None",
+        published: int,
+        size: int,
+        hits: tuple[GroupHit, ...],
+    ):
+        self.tables, self.salt, self.prefix, self.hits = tables, salt, prefix, hits
         self.published, self.tokens = published, published * size
+        self.branches = {published, *(published + hit.lacked // size for hit in hits)}
 
     def room(self, size: int) -> int:
         """Return the tokens that there are pages for, of `size` tokens each."""
@@ -58,19 +86,33 @@ class _Prefix:
         return self.parent is parent and self.tokens == tokens and self.salt == salt
 
 
+class _Found(NamedTuple):
+    """The prefixes of a sequence that are known, page by page, how many of them may be held, and why no more."""
+
+    path: list[_Prefix]
+    length: int
+    hits: tuple[GroupHit, ...]
+
+
 class _Group:
-    """The pages of one group: free, cached (published, held by none, the least recently used first), or held."""
+    """The pages of one group: free, cached (published, held by none, the least recently used first), or held.
+
+    `passed`: cached pages that sequences with a window have left behind, each of use only to a text that differs from
+    there on. They go before the others, among which are the ends of texts, from which the next turn of a conversation
+    goes on.
+    """
 
     def __init__(self, count: int, window: int | None):
         self.count, self.window = count, window
         self.references = [0] * count
         self.free = list(range(count - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()
+        self.passed: OrderedDict[int, None] = OrderedDict()
         self.prefix_of: dict[int, _Prefix] = {}  # of published pages
 
     @property
     def available(self) -> int:
-        return len(self.free) + len(self.cached)
+        return len(self.free) + len(self.cached) + len(self.passed)
 
     def first_read(self, token: int, size: int) -> int:
         """Return the index of the first page that this token, or a later one, reads."""
@@ -88,15 +130,23 @@ class _Group:
 
     def hold(self, page: int) -> None:
         self.cached.pop(page, None)
+        self.passed.pop(page, None)
         self.references[page] += 1
 
-    def drop(self, page: int) -> None:
+    def drop(self, page: int, is_passed: bool = False) -> None:
         self.references[page] -= 1
         if not self.references[page]:
-            if page in self.prefix_of:
-                self.cached[page] = None
-            else:
+            if page not in self.prefix_of:
                 self.free.append(page)
+            elif is_passed:
+                self.passed[page] = None
+            else:
+                self.cached[page] = None
+
+    def evict(self) -> int:
+        """Return the cached page that is of the least use, which is published no more."""
+        page, _ = (self.passed or self.cached).popitem(last=False)
+        return page
 
 
 class Pages:
@@ -107,7 +157,8 @@ class Pages:
     rest of the prompt, less than a page and a token, for itself.
 
     Prefixes are keyed by chained SHA-256 of their pages under a salt, and compared on a hit. Pages that nobody holds
-    stay until room is needed; then the least recently used go, of one sequence the last first.
+    stay until room is needed; then the least recently used go, of one sequence the last first. In a group with a window
+    pages in the middle of texts go before those at their ends and where texts differ.
 
     Args:
       size: tokens of a page.
@@ -132,7 +183,7 @@ class Pages:
     @property
     def cached(self) -> tuple[int, ...]:
         """The pages of each group that nobody holds and that may be found."""
-        return tuple(len(group.cached) for group in self._groups)
+        return tuple(len(group.cached) + len(group.passed) for group in self._groups)
 
     @property
     def capacity(self) -> int | float:
@@ -145,7 +196,7 @@ class Pages:
 
     def cached_tokens(self, tokens: Sequence[int], salt: bytes = b"") -> int:
         """Return the tokens of the prefix that `match` would find."""
-        return self._cached(tokens, salt)[1] * self.size
+        return self._cached(tokens, salt).length * self.size
 
     def match(self, tokens: Sequence[int], salt: bytes = b"") -> SequencePages:
         """Hold the pages of the longest prefix that every group has, as far as the token after it reads them.
@@ -153,7 +204,7 @@ class Pages:
         The prefix is of whole pages and leaves one token at least, to draw the next from. Only what was published under
         the same salt is found.
         """
-        path, length = self._cached(tokens, salt)
+        path, length, hits = self._cached(tokens, salt)
         last = path[length - 1] if length else None
         tables = []
         for at, group in enumerate(self._groups):
@@ -163,15 +214,16 @@ class Pages:
                 group.hold(page)
         if last is not None:
             last.uses += 1
-        holding = SequencePages(tables, salt, last, length, self.size)
+        holding = SequencePages(tables, salt, last, length, self.size, hits)
         self._holdings.add(holding)
         return holding
 
-    def _cached(self, tokens: Sequence[int], salt: bytes) -> tuple[list[_Prefix], int]:
-        """Return the prefixes of a sequence that are known, page by page, and how many of them `match` may hold."""
-        parent, digest = None, _root(salt)
-        run = [0] * len(self._groups)  # pages without a gap, up to this one
-        length, path = 0, []
+    def _cached(self, tokens: Sequence[int], salt: bytes) -> "_Found":
+        """Return what is known of a sequence."""
+        parent, digest, groups = None, _root(salt), range(len(self._groups))
+        run = [0 for _ in groups]  # pages without a gap, up to this one
+        whole, path = 0, []
+        alone, without = [0 for _ in groups], [0 for _ in groups]  # pages of prefixes of a group, and of all others
         for end in range(self.size, len(tokens), self.size):
             content = tuple(tokens[end - self.size : end])
             digest = _digest(digest, content)
@@ -180,10 +232,18 @@ class Pages:
                 break
             path.append(prefix)
             run = [run[at] + 1 if page else 0 for at, page in enumerate(prefix.pages)]
-            if all(n >= len(path) - self._groups[at].first_read(end, self.size) for at, n in enumerate(run)):
-                length = len(path)
+            lacking = [at for at, n in enumerate(run) if n < len(path) - self._groups[at].first_read(end, self.size)]
+            whole = whole if lacking else len(path)
+            for at in groups:
+                alone[at] = alone[at] if at in lacking else len(path)
+                without[at] = len(path) if lacking in ([], [at]) else without[at]
             parent = prefix
-        return path, length
+        # One group alone lacks nothing that others have.
+        hits = (
+            GroupHit(n * self.size, (m - whole) * self.size * (len(groups) > 1))
+            for n, m in zip(alone, without, strict=True)
+        )
+        return _Found(path, whole, tuple(hits))
 
     def room(self, holding: SequencePages) -> int:
         """Return the most tokens in all that `extend` would give room now."""
@@ -247,10 +307,12 @@ class Pages:
             if parent:
                 parent.uses -= 1
             holding.prefix, holding.published = prefix, index + 1
+            self._pass(holding)
 
     def release(self, holding: SequencePages) -> None:
         """Give back all pages. Raises KeyError for a holding that was released."""
         self._holdings.remove(holding)
+        self._free_unread(holding)
         self.returns += 1
         for group, table in zip(self._groups, holding.tables, strict=True):
             for page in reversed(table):
@@ -263,11 +325,30 @@ class Pages:
     def _free_unread(self, holding: SequencePages) -> None:
         for group, table in zip(self._groups, holding.tables, strict=True):
             index = min(group.first_read(holding.tokens, self.size), len(table)) - 1
+            kept = self._kept(group, holding) if index >= 0 and table[index] else ()
             while index >= 0 and table[index]:
-                group.drop(table[index])
+                group.drop(table[index], is_passed=index not in kept)
                 table[index] = 0
                 self.returns += 1
                 index -= 1
+
+    def _kept(self, group: _Group, holding: SequencePages) -> set[int]:
+        """Return the pages of a sequence, by index, that texts read which go on from its end or from its branches."""
+        ends = {holding.published, *holding.branches}
+        return {page for n in ends for page in range(group.first_read(n * self.size, self.size), n)}
+
+    def _pass(self, holding: SequencePages) -> None:
+        """Let the pages go first that were kept for the end of a sequence, whose end is a page further now."""
+        for at, group in enumerate(self._groups):
+            if group.window is None:
+                continue
+            first, kept = group.first_read((holding.published - 1) * self.size, self.size), self._kept(group, holding)
+            prefix = holding.prefix.parent
+            for index in range(holding.published - 2, first - 1, -1):
+                if index not in kept and prefix.pages[at] in group.cached:
+                    del group.cached[prefix.pages[at]]
+                    group.passed[prefix.pages[at]] = None
+                prefix = prefix.parent
 
     def _take(self, at: int) -> int:
         """Hold a free page of a group, or evict one."""
@@ -275,7 +356,7 @@ class Pages:
         if group.free:
             page = group.free.pop()
         else:
-            page, _ = group.cached.popitem(last=False)
+            page = group.evict()
             prefix = group.prefix_of.pop(page)
             prefix.pages[at] = 0
             self._prune(prefix)
@@ -295,8 +376,9 @@ class Pages:
         for at, group in enumerate(self._groups):
             held = Counter(page for holding in self._holdings for page in holding.tables[at] if page)
             assert group.references == [held[page] for page in range(group.count)], "references"
-            assert sorted([*group.free, *group.cached, *held]) == [*range(1, group.count)], "each page is in one place"
-            assert group.cached.keys() == group.prefix_of.keys() - held.keys(), "cached pages are the published ones"
+            cached = [*group.cached, *group.passed]
+            assert sorted([*group.free, *cached, *held]) == [*range(1, group.count)], "each page is in one place"
+            assert {*cached} == group.prefix_of.keys() - held.keys(), "cached pages are the published ones"
             published = {prefix.pages[at]: prefix for prefix in self._prefixes.values() if prefix.pages[at]}
             assert published == group.prefix_of, "published pages are those that are found"
         uses = Counter(filter(None, self._used()))

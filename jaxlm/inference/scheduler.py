@@ -11,7 +11,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.inference.acceptance import DraftWorth
 from jaxlm.inference.generation import Chunk, DecodeRun, EndReason, Generation
 from jaxlm.inference.grammar import Matcher
-from jaxlm.inference.pages import Pages
+from jaxlm.inference.pages import GroupHit, Pages, added
 from jaxlm.inference.requests import MAX_BIASES, Request
 from jaxlm.inference.shard import Admission, Shard
 
@@ -178,6 +178,11 @@ class Scheduler:
     def waiting(self) -> int:
         """The generations that wait."""
         return len(self._waiting)
+
+    @property
+    def hits(self) -> list[GroupHit]:
+        """By group of pages, the tokens of prompts that were found and lacked when generations first began."""
+        return added(shard.hits for shard in self._shards)
 
     @property
     def admitted(self) -> int:

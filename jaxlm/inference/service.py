@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jaxlm.inference.engine import Engine, Event
 from jaxlm.inference.generation import EndReason
 from jaxlm.inference.grammar import CompiledGrammar
+from jaxlm.inference.pages import GroupHit
 from jaxlm.inference.requests import Request
 
 _POLL_S = 0.02  # between looks at what is left, while it drains
@@ -54,6 +55,8 @@ class ServiceStatistics(NamedTuple):
       pages, pages_held, pages_cached: of all groups of layers and all shards: all pages, pages of running
         requests, and pages that nobody holds and that may be found again.
       texts: the counts of the model itself (None) and of each adapter, by name.
+      group_hits: by group of pages, tokens of prompts that this group had, and that it alone lacked, when requests
+        began.
       preemptions: times that a request lost its pages to others.
       drafted, accepted: drafts that steps have read, and those of them that were drawn in their places.
       steps: that were dispatched.
@@ -66,6 +69,7 @@ class ServiceStatistics(NamedTuple):
     pages_held: int
     pages_cached: int
     texts: dict[str | None, TextCounts]
+    group_hits: dict[str, GroupHit]
     preemptions: int
     drafted: int
     accepted: int
@@ -233,6 +237,7 @@ class EngineService:
             pages_held=engine.pages_held,
             pages_cached=engine.pages_cached,
             texts={name: replace(counts, ended=dict(counts.ended)) for name, counts in self._texts.items()},
+            group_hits=engine.group_hits,
             preemptions=engine.preemptions,
             drafted=engine.drafted,
             accepted=engine.accepted,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxlm.inference.generation import Generation
-from jaxlm.inference.pages import Pages, SequencePages
+from jaxlm.inference.pages import GroupHit, Pages, SequencePages, added
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +34,13 @@ class Shard:
     Attributes:
       admitted: the generations that are under way here.
       tiles: the tiles left for prompts in the step that is being planned.
+      hits: by group of pages, the tokens of prompts that were found and lacked when generations first began.
     """
 
     def __init__(self, index: int, pages: Pages, slots: int):
         self.index, self.pages, self.tiles = index, pages, 0
         self.admitted: list[Generation] = []
+        self.hits = [GroupHit() for _ in pages.held]
         self._slots = list(range(slots))  # a heap of the free ones
 
     def work(self, generation: Generation) -> int:
@@ -83,6 +85,7 @@ class Shard:
         """Give a generation a slot, and pages that begin with those of its prefix."""
         if not generation.preemptions:
             generation.cached = holding.tokens
+            self.hits = added([self.hits, holding.hits])
         generation.shard, generation.slot = self.index, heapq.heappop(self._slots)
         generation.holding, generation.is_reading = holding, True
         generation.computed = generation.reach = holding.tokens

@@ -94,6 +94,18 @@ class _ServiceCollector(Collector):
             for adapter, counts in now.texts.items():
                 family.add_metric([adapter or ""] * len(labels), getattr(counts, count))
             yield family
+        by_group = {
+            "group_found_prompt_tokens": ("found", "Tokens of prompts that the cache of a group of layers had."),
+            "group_lacked_prompt_tokens": (
+                "lacked",
+                "Tokens of prompts that were read anew because this group alone had them not.",
+            ),
+        }
+        for name, (count, meaning) in by_group.items():
+            family = CounterMetricFamily(f"jaxlm_{name}", meaning, labels=["group"])
+            for group, hit in now.group_hits.items():
+                family.add_metric([group], getattr(hit, count))
+            yield family
         meaning = "Texts that have ended, by the reason."
         ends = CounterMetricFamily("jaxlm_texts", meaning, labels=[*labels, "finish_reason"])
         for adapter, counts in now.texts.items():

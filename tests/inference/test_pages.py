@@ -238,6 +238,38 @@ def test_a_prefix_needs_the_pages_of_a_window_at_its_end_and_all_of_a_full_layer
     assert found(pages, TEXT[:33]) == 24 and pages.cached == (6, 8)
 
 
+def hits(pages, tokens):
+    """The tokens that are found, and what each group had and lacked."""
+    holding = pages.match(tokens)
+    pages.release(holding)
+    return holding.tokens, *(tuple(hit) for hit in holding.hits)
+
+
+def test_hits_are_told_by_group():
+    """A prefix of keys that is not used since no state stands at its end is said to be lacked by the states."""
+    pages = Pages([PageGroup(40), PageGroup(6, 2)], SIZE)
+    pages.release(written(pages, TEXT[:33]))
+    assert hits(pages, TEXT[:33]) == (32, (32, 0), (32, 0))
+    assert hits(pages, (*TEXT[:14], 0, 0, 0)) == (0, (12, 0), (0, 12))
+    assert hits(pages, (*TEXT[:26], 0, 0, 0)) == (24, (24, 0), (24, 0))
+    assert hits(full(20), TEXT) == (0, (0, 0))
+    pages = Pages([PageGroup(6), PageGroup(20, 2)], SIZE)
+    pages.release(written(pages, TEXT[:17]))
+    other = pages.match(())
+    assert pages.extend(other, 13) and hits(pages, TEXT[:17]) == (4, (4, 12), (16, 0))
+    assert pages_module.added([[(1, 2), (3, 4)], [(5, 6), (7, 8)]]) == [(6, 8), (10, 12)]
+
+
+def test_states_at_the_ends_of_texts_and_where_texts_differ_outlive_those_between():
+    """The next turns of conversations go on from the ends, and other conversations from what all begin with."""
+    pages = Pages([PageGroup(200), PageGroup(11, 2)], SIZE)  # ten: of six ends, a beginning, and a text under way
+    texts = [(*TEXT[:12], *[n] * 22) for n in range(6)]
+    for text in texts:
+        pages.release(written(pages, text, step=8))
+    assert [found(pages, (*text, 0)) for text in texts] == [32] * 6
+    assert found(pages, (*TEXT[:12], 7)) == 12
+
+
 def test_bad_use_is_refused():
     pages = full(4)
     holding = pages.match(TEXT)

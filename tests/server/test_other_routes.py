@@ -177,6 +177,9 @@ def test_metrics_count_what_is_served(client, server):
     assert (tokens, read, cached, first, later) == (18, 2 * (len(prompt) + 1), 32, 2, 16) and steps >= 18
     assert between != before
     text = said[-1]
+    of_group = r'^jaxlm_group_{}_prompt_tokens_total\{{group="attention"\}} (\S+)$'
+    assert float(re.search(of_group.format("found"), text, re.M)[1]) >= cached
+    assert float(re.search(of_group.format("lacked"), text, re.M)[1]) == 0
     assert metric(text, "requests_running") == metric(text, "requests_waiting") == metric(text, "pages_held") == 0
     assert 0 < metric(text, "pages_cached") <= metric(text, "pages")
     assert re.search(r'^jaxlm_texts_total\{adapter="",finish_reason="length"\} \d', text, re.M)

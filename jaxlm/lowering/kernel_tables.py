@@ -8,7 +8,8 @@ from jaxlm.lowering.kernel_matrix import GPUS, MatrixRow, Outcome, rows
 from jaxlm.lowering.sass import HotLoop, cycles, supports
 
 # How rows of matrix products begin, most of whose reads hit the caches. Few rows wait for a quantised matrix.
-MULTIPLYING = ("matmul", "grouped_matmul", "flash_attention", "quantized_matmul | triton | 4096 ×")
+MULTIPLYING = ("matmul", "grouped_matmul", "flash_attention", "gated_delta_rule", "state_space")
+MULTIPLYING += ("quantized_matmul | triton | 4096 ×",)
 MULTIPLYING += ("quantized_grouped_matmul | triton | 4096 ×",)
 
 

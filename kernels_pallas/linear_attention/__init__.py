@@ -15,8 +15,22 @@ from kernels_pallas.core.choice import cannot_lower, choose, fastest
 from kernels_pallas.core.launch import KernelCosts, vary
 from kernels_pallas.core.measured import CallClass
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.linear_attention import reference, xla
-from kernels_pallas.linear_attention.chunked import KERNELS, by_kernel, kernel_costs
+from kernels_pallas.linear_attention import reference, triton, xla
+from kernels_pallas.linear_attention.chunked import KERNELS, by_kernel
+from kernels_pallas.linear_attention.costs import inverse_products, kernel_costs, kernel_workspace
+
+__all__ = [
+    "CHUNK",
+    "CPU_CHUNK",
+    "chunk_of",
+    "costs",
+    "gated_delta_rule",
+    "inverse_products",
+    "kernel_costs",
+    "kernel_of",
+    "kernel_workspace",
+    "state_space",
+]
 
 CHUNK = 64  # tokens
 CPU_CHUNK = 32  # a CPU's products of 64 are no faster, and the work within a chunk grows with its square
@@ -54,8 +68,8 @@ def gated_delta_rule(
       begins: bool [B, T], whether a document begins with a token: its tokens read no state of earlier ones. None: no
         document begins.
       chunk: the tokens that are computed at once; None: 64, on a CPU 32. "xla" computes one alone without products.
-      implementation: "reference", which takes one token after the other, "xla" or "mosaic_tpu"; None chooses by the
-        chip being lowered for. Kernels want chunks and rows of 16 tokens or more.
+      implementation: "reference", which takes one token after the other, "xla", "triton" or "mosaic_tpu"; None chooses
+        by the chip being lowered for. Kernels want chunks and rows of 16 tokens or more.
 
     Returns [B, T, N, V] in the value's dtype, and float32 [B, N, H, V]. All is computed in float32; products of a chunk
     have the precision of `jax.default_matmul_precision`.
@@ -112,7 +126,7 @@ def kernel_of(name: str, query: jax.Array | jax.ShapeDtypeStruct, chunk: int, ch
     def unsupported_reason(each: str) -> str | None:
         if each == "xla":
             return None
-        return cannot_lower(each, chip) or _unsupported_reason(query, chunk, chip)
+        return cannot_lower(each, chip) or _unsupported_reason(each, query, chunk, chip)
 
     chosen = fastest(name, unsupported_reason, (*KERNELS, "xla"), chip, call=CallClass.of_rows(query)).name
     return chosen if chosen in KERNELS else None
@@ -126,11 +140,12 @@ def costs(
     *,
     skip: jax.Array | None = None,
     chunk: int = CHUNK,
+    implementation: str = "triton",
     **_: Any,
 ) -> KernelCosts:
-    """Return the kernels' costs on the arrays, or shapes and dtypes, of a call of either operation that is
+    """Return an implementation's costs on the arrays, or shapes and dtypes, of a call of either operation that is
     differentiated; without gradients the forward pass writes no states of chunks."""
-    return kernel_costs(query, value, chunk, is_delta=skip is None)
+    return kernel_costs(implementation, query, value, chunk, is_delta=skip is None)
 
 
 _FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
@@ -154,7 +169,8 @@ def _run(
     _check(name, arrays, weights, state, {"is_token": is_token, "begins": begins}, chunk)
     query, value = arrays["query"], arrays["value"]
     by_recurrence, in_chunks = _FUNCTIONS[name]
-    reasons = dict.fromkeys(KERNELS, functools.partial(_unsupported_reason, query, chunk)) | {"xla": lambda chip: None}
+    reasons = {each: functools.partial(_unsupported_reason, each, query, chunk) for each in KERNELS}
+    reasons["xla"] = lambda chip: None
     chosen = choose(name, implementation, reasons, call=CallClass.of_rows(query))
     if 0 in (query.size, value.size):
         return jnp.zeros_like(value), state
@@ -168,13 +184,14 @@ def _run(
     return by_recurrence(*operands) if chosen == "reference" else in_chunks(*operands, chunk=chunk)
 
 
-def _unsupported_reason(query: Any, chunk: int, chip: TargetChip) -> str | None:
-    """Return why no kernel computes a call on a chip, or None."""
+def _unsupported_reason(implementation: str, query: Any, chunk: int, chip: TargetChip) -> str | None:
+    """Return why a kernel cannot compute a call on a chip, or None."""
     if chunk < _LEAST_CHUNK or chunk & (chunk - 1):
         return f"chunks of {chunk} tokens are no power of two from {_LEAST_CHUNK} on"
     if query.shape[1] < _LEAST_CHUNK:
         return f"{query.shape[1]} tokens are fewer than {_LEAST_CHUNK}"
-    return rows.unsupported_reason(query, chip, max_width=None)
+    general = rows.unsupported_reason(query, chip, max_width=None)
+    return general or (triton.unsupported_reason(query, chunk) if implementation == "triton" else None)
 
 
 def _check(

@@ -1,17 +1,19 @@
-"""Linear attention by a kernel, with a kernel for its gradients."""
+"""Linear attention by kernels, with kernels for its gradients."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core.eager import compiled_once
-from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of
-from kernels_pallas.linear_attention import mosaic_tpu
+from kernels_pallas.core.launch import KernelCost, size_of
+from kernels_pallas.linear_attention import mosaic_tpu, triton
+from kernels_pallas.linear_attention.costs import LinearWork, mosaic_tpu_costs, triton_costs
 from kernels_pallas.linear_attention.operands import ChunkedOperands, chunked
 
-KERNELS = {"mosaic_tpu": mosaic_tpu}
+KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
+_COSTS = {"triton": triton_costs, "mosaic_tpu": mosaic_tpu_costs}
 
 
 class _ChunkedSettings(NamedTuple):
@@ -34,59 +36,34 @@ def by_kernel(
     chunk: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of an operation. `arrays`: query, key, value, log_decay, and β or δ."""
-    operands = chunked(*arrays, skip, state, is_token, begins, chunk)
+    heads = KERNELS[implementation].HEADS_AXIS
+    operands = chunked(*arrays, skip, state, is_token, begins, chunk, heads)
     outputs, last = _by_kernel(_ChunkedSettings(operation, implementation), operands)
-    return jnp.swapaxes(outputs, 1, 2)[:, : arrays[0].shape[1]], last
+    return jnp.moveaxis(outputs, heads, 2)[:, : arrays[0].shape[1]], last
 
 
-def kernel_costs(query: Any, value: Any, chunk: int, *, is_delta: bool) -> KernelCosts:
-    """Return the costs of the kernels: the forward pass, which writes the state before each chunk, and the backward
-    pass, which reads these and computes the chunks again.
-
-    Args:
-      query, value: as an operation takes them, arrays or shapes and dtypes.
-    """
-    (B, T, K, H), (N, V), C = query.shape, value.shape[2:], chunk
-    chunks = -(-T // C)
-    # What tokens read of one another and of the state, and what they leave in it; then the delta rule's system.
-    of_tokens, of_state, inverse = 2 * C * C * (H + V), 4 * C * H * V, 0
-    if is_delta:
-        of_tokens, of_state = of_tokens + 2 * C * C * (H + V), of_state + 2 * C * H * V
-        inverse = 4 * C**3 * max(C.bit_length() - 2, 0)
-    elementwise, exponentials = 12 * C * C + 3 * C * (H + V) + 2 * H * V, C * C + 2 * C
-    once = of_tokens + of_state + inverse + elementwise + exponentials
-    again = once + 2 * (of_tokens + of_state + elementwise)
-    times, tokens = B * N * chunks, B * chunks * C
-    keys, values = 2 * query.dtype.itemsize * tokens * K * H, value.dtype.itemsize * tokens * N * V
-    numbers, documents, states = 8 * tokens * N, 4 * tokens, 4 * B * N * H * V
-    skip = 0 if is_delta else 4 * N
-    forward = keys + 2 * values + numbers + documents + (2 + chunks) * states + skip
-    backward = 2 * keys + 3 * values + 2 * numbers + documents + (2 + chunks) * states + skip
-    return KernelCosts(
-        KernelCost(times * once, times * exponentials, forward),
-        KernelCost(times * again, times * exponentials, backward),
-    )
-
-
-def _costs(settings: _ChunkedSettings, operands: ChunkedOperands) -> KernelCosts:
-    arrays = (jax.eval_shape(partial(jnp.swapaxes, axis1=1, axis2=2), x) for x in (operands.query, operands.value))
-    return kernel_costs(*arrays, operands.decay.shape[-1], is_delta=settings.is_delta)
+def _costs(settings: _ChunkedSettings, operands: ChunkedOperands) -> dict[str, KernelCost]:
+    heads = KERNELS[settings.implementation].HEADS_AXIS
+    arrays = (jax.eval_shape(partial(jnp.moveaxis, source=heads, destination=2), x) for x in operands[:3:2])
+    work = LinearWork.of(*arrays, operands.decay.shape[-1], is_delta=settings.is_delta)
+    return _COSTS[settings.implementation](work)
 
 
 @compiled_once(static=2)
 def _forward(settings: _ChunkedSettings, keeps_states: bool, operands: ChunkedOperands) -> list[jax.Array]:
-    cost = _costs(settings, operands).forward
+    costs = _costs(settings, operands)
     if not keeps_states:
-        cost = cost._replace(bytes=cost.bytes - operands.decay.shape[2] * size_of(operands.state))
+        forward = costs["forward"]
+        unwritten = operands.decay.shape[2] * size_of(operands.state)
+        costs["forward"] = forward._replace(bytes=forward.bytes - unwritten)
     run = KERNELS[settings.implementation].forward
-    return run(operands, is_delta=settings.is_delta, keeps_states=keeps_states, cost=cost, name=settings.operation)
+    return run(operands, is_delta=settings.is_delta, keeps_states=keeps_states, costs=costs, name=settings.operation)
 
 
 @compiled_once(static=1)
 def _backward(settings: _ChunkedSettings, operands: ChunkedOperands, states, d_y, d_last) -> list[jax.Array]:
-    cost, run = _costs(settings, operands).backward, KERNELS[settings.implementation].backward
-    name = f"{settings.operation}_backward"
-    return run(operands, states, d_y, d_last, is_delta=settings.is_delta, cost=cost, name=name)
+    costs, run = _costs(settings, operands), KERNELS[settings.implementation].backward
+    return run(operands, states, d_y, d_last, is_delta=settings.is_delta, costs=costs, name=settings.operation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,7 +82,8 @@ def _bwd(settings: _ChunkedSettings, kept: tuple, cotangents: tuple[jax.Array, j
     d_skip = None
     if operands.skip is not None:
         terms = d_y.astype(jnp.float32) * operands.value.astype(jnp.float32)
-        d_skip = jnp.sum(terms, axis=(0, 2, 3)).reshape(operands.skip.shape)
+        heads = KERNELS[settings.implementation].HEADS_AXIS
+        d_skip = jnp.sum(terms, axis=(0, 3 - heads, 3)).reshape(operands.skip.shape)
     return (ChunkedOperands(*gradients, jnp.zeros_like(operands.document), d_skip),)
 
 

@@ -2,7 +2,7 @@
 key stay in VMEM from one to the next.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,17 @@ from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.linear_attention.operands import ChunkedOperands
 from kernels_pallas.linear_attention.tile import TokenNumbers, tile
 
+HEADS_AXIS = 1  # of query, key and value
 _SEMANTICS = ("parallel", "parallel", "arbitrary", "arbitrary")
 _READ = 6  # operands of a chunk's tokens and its documents
 
 
 def forward(
-    operands: ChunkedOperands, *, is_delta: bool, keeps_states: bool, cost: KernelCost, name: str
+    operands: ChunkedOperands, *, is_delta: bool, keeps_states: bool, costs: Mapping[str, KernelCost], name: str
 ) -> list[jax.Array]:
     """Return the outputs [B, N, T, V] in the value's dtype and the state after the last token; and, where a backward
     pass follows, the state before each chunk [B, N, T / C, H, V]."""
-    B, K, G, chunks, C, H, V = operands.sizes
+    B, K, G, chunks, C, H, V = operands.sizes(HEADS_AXIS)
     blocks = _LinearTpuBlocks(operands, backward=False)
 
     def kernel(*refs) -> None:
@@ -58,7 +59,7 @@ def forward(
         in_specs=[*blocks.tokens, blocks.at_start, *[blocks.skip] * len(skip)],
         out_specs=[blocks.value, blocks.at_end, *[blocks.states] * keeps_states],
         scratch=[launch.vmem((G, H, V), jnp.float32)],
-        cost=cost,
+        cost=costs["forward"],
         name=name,
     )
 
@@ -70,12 +71,12 @@ def backward(
     d_last: jax.Array,
     *,
     is_delta: bool,
-    cost: KernelCost,
+    costs: Mapping[str, KernelCost],
     name: str,
 ) -> list[jax.Array]:
     """Return the gradients of query, key, value, decay, weight and state, from those of the results: the last chunk
     first, each computed again from the state before it."""
-    B, K, G, chunks, C, H, V = operands.sizes
+    B, K, G, chunks, C, H, V = operands.sizes(HEADS_AXIS)
     blocks = _LinearTpuBlocks(operands, backward=True)
 
     def kernel(*refs) -> None:
@@ -122,8 +123,8 @@ def backward(
         in_specs=[*blocks.tokens, blocks.states, blocks.value, blocks.at_start, *[blocks.skip] * len(skip)],
         out_specs=[*blocks.tokens[:-1], blocks.at_end],
         scratch=[launch.vmem((G, H, V), jnp.float32), sums, sums],
-        cost=cost,
-        name=name,
+        cost=costs["backward"],
+        name=f"{name}_backward",
     )
 
 
@@ -131,7 +132,7 @@ class _LinearTpuBlocks:
     """The blocks of each array that a step of the grid (B, K, T / C, G) reads or writes."""
 
     def __init__(self, operands: ChunkedOperands, backward: bool):
-        _, _, G, chunks, C, H, V = operands.sizes
+        _, _, G, chunks, C, H, V = operands.sizes(HEADS_AXIS)
 
         def chunk(c: jax.Array) -> jax.Array:
             return chunks - 1 - c if backward else c

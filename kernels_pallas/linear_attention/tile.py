@@ -69,6 +69,11 @@ def tile(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def product(form: Form, precision: jax.lax.Precision | None, a: jax.Array, b: jax.Array) -> jax.Array:
     """Return a · b, a · bᵀ or aᵀ · b of float32 matrices. Its gradients are such products, and transpose nothing."""
+    return multiplied(form, precision, a, b)
+
+
+def multiplied(form: Form, precision: jax.lax.Precision | None, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return what `product` does, for kernels that take no function with gradients of its own."""
     contracted = tuple((axis,) for axis in _CONTRACTED[form])
     return jax.lax.dot_general(a, b, (contracted, ((), ())), precision, jnp.float32)
 

@@ -49,7 +49,7 @@ PLACES = [(), (0,), (15,), (16,), (17,), (31, 32, 33), (5, 6, 24, 40)]  # in chu
 
 
 @pytest.mark.parametrize("begins", sampled(PLACES, ["(5, 6, 24, 40)"]), ids=str)
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize("implementation", ["xla", "triton", "mosaic_tpu"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @interpreted()
 def test_chunks_are_the_recurrence(name, implementation, begins):

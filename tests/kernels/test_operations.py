@@ -70,8 +70,8 @@ SAMPLE = {
         "mxfp4, several steps-bfloat16": "mosaic_tpu",
     },
     "quantized_matmul": {"int8-bfloat16": "triton", "int4, groups of 32-float32": "mosaic_tpu"},
-    "gated_delta_rule": {"two chunks, shared keys-float32": "mosaic_tpu"},
-    "state_space": {"two chunks, shared keys-bfloat16": "mosaic_tpu"},
+    "gated_delta_rule": {"two chunks, shared keys-float32": "mosaic_tpu", "part of a chunk-float32": "triton"},
+    "state_space": {"two chunks, shared keys-bfloat16": "mosaic_tpu", "part of a chunk-float32": "triton"},
     "linear_cross_entropy": {"sum of everything-float32": "triton", "plain-bfloat16": "mosaic_tpu"},
     "flash_attention": {
         "causal-bfloat16": "mosaic_tpu",

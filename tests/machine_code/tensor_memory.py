@@ -100,20 +100,19 @@ class TensorMemory:
             raise NotImplementedError(
                 "cannot emulate tcgen05.mma of sparse, negated or shifted operands, or with results other than float32"
             )
-        if rows not in (64, _LANES) or None in formats or product.to >> 16:
+        if rows not in (64, _LANES) or None in formats or (rows == _LANES and product.to >> 16):
             raise NotImplementedError(f"cannot emulate tcgen05.mma of {rows} rows in {product.kind}")
-        if rows == 64 and product.a_in_tensor_memory:
-            raise NotImplementedError("cannot emulate tcgen05.mma of 64 rows in tensor memory")
-        # Of 64 rows every 16 are in the first half of the lanes that a warp reaches.
+        # Of 64 rows every 16 are in a half of the lanes that a warp reaches: the address says in which.
         row = np.arange(rows)[:, None]
         block, lanes = np.full((1, 1), product.local), row if rows == _LANES else row // 16 * 32 + row % 16
         if product.a_in_tensor_memory:
-            words = self._load(block, lanes, (product.a & 0xFFFF) + np.arange(_DEPTH // 4)[None])
+            first = int(product.a) >> 16, int(product.a) & 0xFFFF
+            words = self._load(block, first[0] + lanes, first[1] + np.arange(_DEPTH // 4)[None])
             a = numbers(words, formats[0])
         else:
             a = self._shared_operand(product, product.a, rows, formats[0], 15)
         b = self._shared_operand(product, product.b, columns, formats[1], 16)
-        at = (block, lanes, product.to + np.arange(columns)[None])
+        at = (block, (product.to >> 16) + lanes, (product.to & 0xFFFF) + np.arange(columns)[None])
         with np.errstate(all="ignore"):
             total = multiply_tiles(a, b.T)
             if product.adds:

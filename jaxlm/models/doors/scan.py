@@ -60,11 +60,19 @@ KernelWork = Callable[[TargetChip, Sequence[jax.ShapeDtypeStruct], int], "ScanKe
 
 
 class ScanKernel(NamedTuple):
-    """The kernel that computes an operation on a chip: its name, its costs and the products in it."""
+    """The kernels of an implementation that compute an operation on a chip.
+
+    Attributes:
+      name: of the implementation.
+      products: of the forward pass. again: those that the backward pass computes besides their gradients.
+      workspace: the most bytes that the kernels of the forward pass hand to one another, and those of the backward.
+    """
 
     name: str
     costs: KernelCosts
     products: tuple[DoorProduct, ...]
+    again: tuple[DoorProduct, ...]
+    workspace: tuple[int, int]
 
 
 class ScanOperation(NamedTuple):
@@ -208,8 +216,10 @@ def _declare(local: Local) -> DoorCost:
         return Traced(function, tuple(shapes), tuple(trained), times, moved, chunks > 1, copied)
 
     saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states)
-    workspace = Workspace(beside=2 * max(call.B for call in calls) * of_states)  # before and after a chunk
     kernels = [_kernel(local, inputs, call) for call in calls]
+    between = max((kernel.workspace[local.training] for kernel in kernels if kernel is not None), default=0)
+    before_and_after = 2 * max(call.B for call in calls) * of_states  # a chunk
+    workspace = Workspace(beside=before_and_after + between)
     by_xla = tuple(traced(call) for call, kernel in zip(calls, kernels, strict=True) if kernel is None)
     of_kernels = [(kernel, call.times) for kernel, call in zip(kernels, calls, strict=True) if kernel is not None]
     cost = DoorCost(traced=by_xla, saved=saved, workspace=workspace)
@@ -228,13 +238,16 @@ def _kernel(local: Local, inputs: Sequence[LocalArray], call: _Calls) -> ScanKer
 
 def _of_kernels(kernels: Sequence[tuple[ScanKernel, int]], training: bool) -> dict[str, Any]:
     """Return the products and the costs of kernels, each with its number of calls."""
-    products = tuple(each._replace(times=each.times * times) for kernel, times in kernels for each in kernel.products)
+
+    def every(of: str) -> tuple[DoorProduct, ...]:
+        return tuple(x._replace(times=x.times * times) for kernel, times in kernels for x in getattr(kernel, of))
+
     summed = (
         KernelCost(*(sum(times * getattr(kernel.costs, way)[i] for kernel, times in kernels) for i in range(3)))
         for way in ("forward", "backward")
     )
+    products, again = every("products"), every("again") if training else ()
     gradients = tuple(each.gradients or (True, True) for each in products) if training else ()
-    again = products if training else ()
     return {"products": products, "kernel": ProductKernel(kernels[0][0].name, KernelCosts(*summed), again, gradients)}
 
 

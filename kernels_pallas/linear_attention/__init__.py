@@ -71,8 +71,8 @@ def gated_delta_rule(
       implementation: "reference", which takes one token after the other, "xla", "triton" or "mosaic_tpu"; None chooses
         by the chip being lowered for. Kernels want chunks and rows of 16 tokens or more.
 
-    Returns [B, T, N, V] in the value's dtype, and float32 [B, N, H, V]. All is computed in float32; products of a chunk
-    have the precision of `jax.default_matmul_precision`.
+    Returns [B, T, N, V] in the value's dtype, and float32 [B, N, H, V]. Sums and states are float32; products of a
+    chunk have the precision of `jax.default_matmul_precision`: by default Triton multiplies bfloat16 as bfloat16.
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """

@@ -27,8 +27,8 @@ class LinearTritonBlocks(NamedTuple):
     stages: int
 
 
-class Prepared(NamedTuple):
-    """What kernels read of queries, keys and decays, float32.
+class LinearInputs(NamedTuple):
+    """Queries, keys and decays as kernels read them, float32.
 
     Attributes:
       query, key: [B, T, K, H]; of the delta rule divided by their lengths, and the query by √H besides.
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
     left: jax.Array
 
 
-def prepare(is_delta: bool, document: jax.Array, query: jax.Array, key: jax.Array, decay: jax.Array) -> Prepared:
+def prepare(is_delta: bool, document: jax.Array, query: jax.Array, key: jax.Array, decay: jax.Array) -> LinearInputs:
     """Return what kernels read of the arrays of `ChunkedOperands`; JAX differentiates this."""
     if is_delta:
         query, key = unit(query) * query.shape[-1] ** -0.5, unit(key)
@@ -52,7 +52,7 @@ def prepare(is_delta: bool, document: jax.Array, query: jax.Array, key: jax.Arra
     total, document = jnp.cumsum(decay, axis=-1), document[:, None]
     before = jnp.exp(jnp.where(document == 0, total, -jnp.inf))
     left = jnp.exp(jnp.where(document == document[..., -1:], total[..., -1:] - total, -jnp.inf))
-    return Prepared(query, key, total, before, left)
+    return LinearInputs(query, key, total, before, left)
 
 
 class LinearTiles:
@@ -113,7 +113,7 @@ class LinearTiles:
             shape, index = self._parts[kind]
             return pl.BlockSpec(shape, lambda *ids: index(*place(*ids)))
 
-        made = launch.call(
+        results = launch.call(
             named,
             [x for x, _ in inputs.values()],
             [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs.values()],
@@ -124,20 +124,20 @@ class LinearTiles:
             cost=cost,
             name=self.name,
         )
-        return dict(zip(outputs, made, strict=True))
+        return dict(zip(outputs, results, strict=True))
 
     def product(self, form: Form, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a product in float32 of matrices of any dtype."""
         return product(form, a.astype(self.multiplied), b.astype(self.multiplied))
 
-    def of_queries(self, prepared: Prepared) -> dict[str, tuple[jax.Array, str]]:
+    def of_queries(self, prepared: LinearInputs) -> dict[str, tuple[jax.Array, str]]:
         """Return queries and keys in the dtype that is multiplied, with their kind."""
         return {each: (getattr(prepared, each).astype(self.multiplied), "query") for each in ("query", "key")}
 
     def of_numbers(
-        self, prepared: Prepared, operands: ChunkedOperands, *names: str
+        self, prepared: LinearInputs, operands: ChunkedOperands, *names: str
     ) -> dict[str, tuple[jax.Array, str]]:
-        """Return numbers of tokens, of `Prepared` and "weight", with their kind."""
+        """Return numbers of tokens, of `LinearInputs` and "weight", with their kind."""
         B, K, G, chunks, C, *_ = self.sizes
         known = prepared._asdict() | {"weight": operands.weight}
         return {name: (known[name].reshape(B, K * G, chunks * C), "number") for name in names}

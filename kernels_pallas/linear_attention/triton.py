@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.linear_attention import triton_gradients
-from kernels_pallas.linear_attention.gpu_blocks import HEADS_AXIS, LinearTiles, LinearTritonBlocks, Prepared, prepare
+from kernels_pallas.linear_attention.gpu_blocks import HEADS_AXIS, LinearTiles, LinearTritonBlocks, LinearInputs, prepare
 from kernels_pallas.linear_attention.gpu_tile import inverse, iotas, seen
 from kernels_pallas.linear_attention.operands import ChunkedOperands
 
@@ -84,22 +84,22 @@ def backward(
 ) -> list[jax.Array]:
     """Return the gradients of query, key, value, decay, weight and state, from those of the results."""
 
-    def prepared_from(*arrays: jax.Array) -> Prepared:
+    def inputs_from(*arrays: jax.Array) -> LinearInputs:
         return prepare(is_delta, operands.document, *arrays)
 
-    prepared, pull_back = jax.vjp(prepared_from, operands.query, operands.key, operands.decay)
+    prepared, pull_back = jax.vjp(inputs_from, operands.query, operands.key, operands.decay)
     within = _within_chunks(operands, prepared, is_delta, costs["within_chunks"], name)
     call = triton_gradients.LinearGradientCall(operands, prepared, within, states, d_y, is_delta, costs, name)
-    d_states, d_state = triton_gradients.of_states(call, d_last)
-    of_values = triton_gradients.of_values(call, d_states)
-    d_query, d_key = triton_gradients.of_queries(call, d_states, of_values)
+    d_states, d_state = triton_gradients.state_gradients(call, d_last)
+    of_values = triton_gradients.value_gradients(call, d_states)
+    d_query, d_key = triton_gradients.query_gradients(call, d_states, of_values)
     numbers = (of_values[each].reshape(operands.decay.shape) for each in ("total", "before", "left"))
-    d_query, d_key, d_decay = pull_back(Prepared(d_query, d_key, *numbers))
+    d_query, d_key, d_decay = pull_back(LinearInputs(d_query, d_key, *numbers))
     return [d_query, d_key, of_values["value"], d_decay, of_values["weight"].reshape(operands.weight.shape), d_state]
 
 
 def _within_chunks(
-    operands: ChunkedOperands, prepared: Prepared, is_delta: bool, cost: KernelCost, name: str
+    operands: ChunkedOperands, prepared: LinearInputs, is_delta: bool, cost: KernelCost, name: str
 ) -> dict[str, tuple[jax.Array, str]]:
     """Return what a chunk's tokens read of one another ("scores") and, of the delta rule, the inverse of its system
     ("inverse"), [B, N, T / C, C, C] in the dtype that is multiplied, with the kind of each."""

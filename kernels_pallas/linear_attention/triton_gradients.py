@@ -9,13 +9,13 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost
-from kernels_pallas.linear_attention.gpu_blocks import LinearTiles, LinearTritonBlocks, Prepared
+from kernels_pallas.linear_attention.gpu_blocks import LinearTiles, LinearTritonBlocks, LinearInputs
 from kernels_pallas.linear_attention.gpu_tile import iotas, seen
 from kernels_pallas.linear_attention.operands import ChunkedOperands
 
 
 class LinearGradientCall(NamedTuple):
-    """What all kernels of a backward pass read.
+    """The arrays that the kernels of a backward pass read.
 
     Attributes:
       within: what tokens read of one another in a chunk: see `triton`.
@@ -25,7 +25,7 @@ class LinearGradientCall(NamedTuple):
     """
 
     operands: ChunkedOperands
-    prepared: Prepared
+    prepared: LinearInputs
     within: Mapping[str, tuple[jax.Array, str]]
     states: jax.Array
     d_y: jax.Array
@@ -38,7 +38,7 @@ class LinearGradientCall(NamedTuple):
         return LinearTiles(self.operands, f"{self.name}_{kernel}", blocks)
 
 
-def of_states(call: LinearGradientCall, d_last: jax.Array) -> tuple[jax.Array, jax.Array]:
+def state_gradients(call: LinearGradientCall, d_last: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Carry the gradient of the state from the last chunk to the first: return that of the states after each chunk
     [B, N, T / C, H, V], and of the first state."""
     tiles = call.tiles("state_gradients", LinearTritonBlocks(32, warps=4, stages=1))
@@ -80,7 +80,7 @@ def of_states(call: LinearGradientCall, d_last: jax.Array) -> tuple[jax.Array, j
     return made["d_states"], made["d_state"]
 
 
-def of_values(call: LinearGradientCall, d_states: jax.Array) -> dict[str, jax.Array]:
+def value_gradients(call: LinearGradientCall, d_states: jax.Array) -> dict[str, jax.Array]:
     """Return gradients by name: of the value; of the numbers of tokens, [B, N, T]; and of the products of queries and
     of keys with keys ("scores", "system"; the latter, and what follows, of the delta rule alone), [B, N, T / C, C, C].
 
@@ -165,13 +165,13 @@ def of_values(call: LinearGradientCall, d_states: jax.Array) -> dict[str, jax.Ar
     return tiles.call(kernel, grid, lambda c, n, b: (b, n // G), inputs, outputs, cost)
 
 
-def of_queries(
+def query_gradients(
     call: LinearGradientCall, d_states: jax.Array, of_values: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of queries and keys as they are multiplied, float32 [B, T, K, H]; a program adds up the
     value heads that share a chunk of them.
 
-    `of_values`: what the function of this name returns.
+    `of_values`: what `value_gradients` returns.
     """
     tiles = call.tiles("query_gradients", LinearTritonBlocks(32, warps=8, stages=1))
     B, K, G, chunks, C, H, _ = tiles.sizes

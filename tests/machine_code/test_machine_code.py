@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from machine_code.program import compile_call
 from markers import ELSEWHERE
 from matrices import sampled
-from numerics import check, drawn, served
+from numerics import check, drawn, problem, results_and_gradients, served
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
@@ -89,6 +89,24 @@ SAMPLE = {
 def test_machine_code_agrees_with_the_reference(operation, case, dtype, implementation, chip, monkeypatch):
     kernel_runs.on(chip, monkeypatch)
     check(operation, case, dtype, implementation)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chip", ["A100", "H100", "B200"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", "state_space"])
+def test_linear_attention_in_the_default_precision(name, chip, monkeypatch):
+    """Tensor cores multiply bfloat16, as in production, where other tests ask for float32. Roundings make up to 9e-3 of
+    the largest number, as in the interpreter (`test_bfloat16_is_multiplied_as_it_is`)."""
+    operation = OPERATIONS[name]
+    case = operation.used_in("test")[0]
+    wanted = problem(operation, case, "bfloat16")
+    kernel_runs.on(chip, monkeypatch)
+    with jax.default_matmul_precision(None):
+        run = results_and_gradients(functools.partial(operation.function, implementation="triton"), case)
+        assert_near(
+            lambda: jax.tree.leaves(run(wanted.arguments, wanted.cotangents)),
+            [np.asarray(x, np.float32) for x in jax.tree.leaves((wanted.results, wanted.gradients))],
+        )
 
 
 def assert_near(run, expected):

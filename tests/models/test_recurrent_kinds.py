@@ -471,7 +471,7 @@ SIZES = {
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("target", ["h200-sxm:4", "tpu-v5e:2x2"])
 def test_the_compiled_step_has_the_counted_flops(target, kind, workload_kind, tmp_path):
-    """On a TPU by the kernel of linear attention, which declares its FLOPs."""
+    """In training and for prompts by kernels of linear attention, which declare their FLOPs."""
     file, target = tmp_path / "mine.toml", Target.parse(target)
     file.write_text(FILE % SIZES[kind])
     mesh = meshes.make(2, 1, 2, devices=targets.devices(target))

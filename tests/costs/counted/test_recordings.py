@@ -97,6 +97,19 @@ def test_a_kernel_for_attention_is_counted_where_it_runs(platform, runs):
     assert assert_counted(model, ("query", "attention"), [], platform) == runs
 
 
+RECURRENT = {
+    "gated_delta": {"kind": "gated_delta", "num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 12},
+    "mamba2": {"kind": "mamba2", "num_heads": 4, "head_dim": 6, "state_dim": 8, "num_groups": 2},
+}
+
+
+@pytest.mark.parametrize("remat", sampled(["none", "full"], ["full"]))
+@pytest.mark.parametrize("platform", sampled(["gpu", "tpu"], ["gpu"]))
+@pytest.mark.parametrize("kind", sampled(RECURRENT, ["gated_delta"]))
+def test_kernels_of_linear_attention_declare_what_is_counted(kind, platform, remat):
+    assert assert_counted(model_fixtures.model(attention=RECURRENT[kind]), remat, [], platform)
+
+
 def test_a_layer_is_recorded_once_and_knows_how_often_it_runs():
     model = model_fixtures.model(model_fixtures.QWEN3)
     found = recorder.record(model, 16, False)

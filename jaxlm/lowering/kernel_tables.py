@@ -8,9 +8,10 @@ from jaxlm.lowering.kernel_matrix import GPUS, MatrixRow, Outcome, rows
 from jaxlm.lowering.sass import HotLoop, cycles, supports
 
 # How rows of matrix products begin, most of whose reads hit the caches. Few rows wait for a quantised matrix.
-MULTIPLYING = ("matmul", "grouped_matmul", "flash_attention", "gated_delta_rule", "state_space")
-MULTIPLYING += ("quantized_matmul | triton | 4096 ×",)
-MULTIPLYING += ("quantized_grouped_matmul | triton | 4096 ×",)
+CACHED = ("matmul", "grouped_matmul", "flash_attention", "quantized_matmul | triton | 4096 ×")
+CACHED += ("quantized_grouped_matmul | triton | 4096 ×",)
+# Those, and linear attention, whose states come from memory.
+MULTIPLYING = (*CACHED, "gated_delta_rule", "state_space")
 
 
 def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:
@@ -47,7 +48,7 @@ def loops(records: list[dict]) -> str:
     """
 
     def busiest(record: dict) -> str:
-        busy = cycles(chip_of(record), HotLoop(**record["hot"]), record["row"].startswith(MULTIPLYING))
+        busy = cycles(chip_of(record), HotLoop(**record["hot"]), record["row"].startswith(CACHED))
         unit = max(busy, key=lambda unit: busy[unit])
         return f"{busy[unit]:,.0f} {unit}" + ("" if unit == "ISSUE" else f" {busy['ISSUE'] / busy[unit]:.0%}")
 

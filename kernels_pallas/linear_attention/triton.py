@@ -15,7 +15,13 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.linear_attention import triton_gradients
-from kernels_pallas.linear_attention.gpu_blocks import HEADS_AXIS, LinearTiles, LinearTritonBlocks, LinearInputs, prepare
+from kernels_pallas.linear_attention.gpu_blocks import (
+    HEADS_AXIS,
+    LinearInputs,
+    LinearTiles,
+    LinearTritonBlocks,
+    prepare,
+)
 from kernels_pallas.linear_attention.gpu_tile import inverse, iotas, seen
 from kernels_pallas.linear_attention.operands import ChunkedOperands
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost
-from kernels_pallas.linear_attention.gpu_blocks import LinearTiles, LinearTritonBlocks, LinearInputs
+from kernels_pallas.linear_attention.gpu_blocks import LinearInputs, LinearTiles, LinearTritonBlocks
 from kernels_pallas.linear_attention.gpu_tile import iotas, seen
 from kernels_pallas.linear_attention.operands import ChunkedOperands
 

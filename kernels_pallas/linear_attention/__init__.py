@@ -139,12 +139,13 @@ def costs(
     log_decay: jax.Array,
     *,
     skip: jax.Array | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     implementation: str = "triton",
     **_: Any,
 ) -> KernelCosts:
     """Return an implementation's costs on the arrays, or shapes and dtypes, of a call of either operation that is
     differentiated; without gradients the forward pass writes no states of chunks."""
+    chunk = chunk_of(target.current().platform) if chunk is None else chunk
     return kernel_costs(implementation, query, value, chunk, is_delta=skip is None)
 
 

@@ -174,6 +174,7 @@ def _cases() -> Iterator[MemoryCase]:
     oss, latent, layers = "gpt-oss-20b", "deepseek-v2-lite", lambda n: (auto, full, f"model.num_layers={n}")  # noqa: E731
     yield MemoryCase("train", oss, "h200-sxm:8", 16, 4096, fsdp(8), (auto, full))
     yield MemoryCase("train", oss, "h200-sxm:8", 16, 4096, fsdp(8), layers(8))
+    yield MemoryCase("train", oss, "tpu-v5e:8x8", 64, 4096, fsdp(64), (auto, full))
     yield MemoryCase("train", oss, "tpu-v5e:4x4", 16, 4096, fsdp(16), layers(4))
     yield MemoryCase("train", latent, "h200-sxm:8", 16, 4096, fsdp(8), layers(4))
     yield MemoryCase("train", latent, "tpu-v5e:4x4", 16, 4096, fsdp(16), layers(4))

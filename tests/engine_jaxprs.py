@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import expert_tiles
 import jax
 import jax.numpy as jnp
 import meshes
@@ -22,8 +23,6 @@ from jaxlm.models.kernels import using_kernels
 from jaxlm.parallel.layout import AXES
 from jaxlm.parallel.partition import using_rules
 from jaxlm.parallel.rules import ENGINE
-from kernels_pallas.grouped_matmul import xla
-from kernels_pallas.grouped_matmul.visits import most_tiles
 
 CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
 
@@ -70,14 +69,13 @@ def _programs(work: Workload) -> tuple[EnginePrograms, CacheSize]:
     return programs, CacheSize(work.sequence, tuple(1 + work.batch * n for n in pages))
 
 
-def _most_tiles(work: Workload, shape: StepShape) -> dict[str, int]:
+def _most_trips(work: Workload, shape: StepShape) -> dict[str, int]:
     """Return the most trips of the loops over the rows of experts in a step, by their scope."""
     trips = {}
     for layer in work.model.layers:
         if (mixture := layer.feed_forward).kind == "mixture":
             rows = shape.rows * mixture.experts_per_token
-            tile = xla.tile_rows(rows, mixture.num_experts)
-            trips[xla.loop_name(tile)] = most_tiles(rows, mixture.num_experts, tile)
+            trips |= expert_tiles.most_trips(rows, mixture.num_experts)
     return trips
 
 
@@ -101,7 +99,7 @@ def costs(work: Workload) -> list[JaxprCost]:
                 ),
                 programs.abstract_parameters(),
                 *(pages, upcoming, batch, valid),
-                trips=_most_tiles(work, shape),
+                trips=_most_trips(work, shape),
             )
             for shape, batch in batches(work, programs, cache)
         ]

@@ -131,7 +131,7 @@ def _product(name: str, settings: _GroupedSettings, x, matrices, sizes) -> jax.A
 @compiled_once(static=1)
 def _matrix_gradient(settings: _GroupedSettings, x, y, sizes) -> jax.Array:
     if settings.implementation == "xla":
-        return xla.matrix_gradient(x, y, sizes, tile=xla.tile_rows(len(x), len(sizes)))
+        return xla.matrix_gradient(x, y, sizes, rows=xla.gradient_rows(len(x), len(sizes)))
     matrices = jax.ShapeDtypeStruct((len(sizes), x.shape[1], y.shape[1]), x.dtype)
     run, cost = KERNELS[settings.implementation].matrix_gradient, settings.cost(x, y, matrices)
     return run(x, y, sizes, cost=cost, name="grouped_matmul_backward_matrices")

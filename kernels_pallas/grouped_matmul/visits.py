@@ -31,10 +31,11 @@ def most_visits(rows: int, groups: int, tile: int) -> int:
     return -(-rows // tile) + groups - 1
 
 
-def most_tiles(rows: int, groups: int, tile: int) -> int:
-    """Return the most tiles that so many groups of these rows together need, where those of a group begin with it."""
-    groups = min(rows, groups)
-    return (rows + groups * (tile - 1)) // tile
+def most_tiles(rows: int, groups: int, tile: int, after: int = 0) -> int:
+    """Return the most tiles that so many groups of these rows together need, where those of a group begin with it, or
+    `after` rows later, fewer than a tile has."""
+    groups = min(rows // (after + 1), groups)
+    return (rows + groups * (tile - 1 - after)) // tile
 
 
 class TileRows(NamedTuple):
@@ -97,16 +98,17 @@ def _expected_tiles(tokens: int, chance: float, tile: int) -> float:
     return full + float(more[full * tile - low :: tile].sum())
 
 
-def of_groups(sizes: jax.Array, rows: int, tile: int, alignment: int) -> Visits:
+def of_groups(sizes: jax.Array, rows: int, tile: int, alignment: int, after: int = 0) -> Visits:
     """Return the visits of groups of these sizes, int32 [G].
 
     alignment: a divisor of `tile`. The tiles of a group follow one another from the last multiple of it that is not
     past the group's first row; the first may begin in the group before, and the last reach into the next.
+    after: a multiple of `alignment`: the first rows of each group that no tile has.
     """
     end = jnp.cumsum(sizes, dtype=jnp.int32)
     begin = end - sizes
-    first = begin // alignment * alignment
-    tiles = jnp.where(sizes > 0, -((first - end) // tile), 0)
+    first = begin // alignment * alignment + after
+    tiles = jnp.where(sizes > 0, jnp.maximum(-((first - end) // tile), 0), 0)
     before = jnp.cumsum(tiles, dtype=jnp.int32)
     visit = jnp.minimum(
         jnp.arange(most_visits(rows, len(sizes), tile), dtype=jnp.int32), jnp.maximum(before[-1], 1) - 1

@@ -1,11 +1,13 @@
 """A grouped product as XLA runs it: a loop over the tiles that have rows, which reads no other matrix.
 
 Tiles are slices of the sorted rows in place: the end of a group's last tile has rows of the next group, whose results
-that group's first tile overwrites.
+that group's first tile overwrites. For the gradients of matrices the first rows of all groups are one product, where
+groups have enough.
 """
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +27,29 @@ def tile_rows(rows: int, groups: int) -> int:
     return min(32 * math.ceil(1.25 * each / 32), 256)
 
 
-def loop_name(tile: int) -> str:
-    """Return the scope in a program of the loop over tiles of so many rows, whose number sizes decide."""
-    return f"tiles_of_{tile}_rows"
+class GradientRows(NamedTuple):
+    """The rows of each group that products for the gradient of its matrix have: `first` those of one product of all
+    groups, `tile` those of each tile of the others."""
+
+    first: int
+    tile: int
+
+
+def gradient_rows(rows: int, groups: int) -> GradientRows:
+    """Return the rows of products for the gradients of matrices, by how many rows a group has on average: half of that
+    at first, so that few are computed for nothing whatever the sizes are. A loop reads and writes the sum of its group
+    in each trip; the first product makes all sums at once."""
+    each = rows / groups
+    if not 4 <= each <= 128:  # most groups have no rows, or several tiles
+        return GradientRows(0, tile_rows(rows, groups))
+    half = 8 * math.ceil(each / 16)
+    return GradientRows(half, 2 * half)
+
+
+def loop_name(tile: int, after: int = 0) -> str:
+    """Return the scope in a program of the loop over tiles of so many rows, whose number sizes decide; `after`: the
+    rows of each group that it leaves out."""
+    return f"tiles_of_{tile}_rows" + (f"_after_{after}" if after else "")
 
 
 def product(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: bool, tile: int) -> jax.Array:
@@ -86,26 +108,30 @@ def _of_tiles(
     return jnp.where(jnp.arange(R)[:, None] < walk.end[-1], y, 0)
 
 
-def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, tile: int) -> jax.Array:
+def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, rows: GradientRows) -> jax.Array:
     """Return the sum of xᵀ · y over the rows of each group, [G, K, N] in x's dtype; zeros of an empty group."""
-    wide, walk = np.promote_types(x.dtype, jnp.float32), _walk(x, sizes, tile)
-    padded_x, padded_y = (jnp.pad(each, ((0, tile), (0, 0))) for each in (x, y))
-    row = jnp.arange(tile)[:, None]
+    first, tile = rows
+    wide, walk = np.promote_types(x.dtype, jnp.float32), _walk(x, sizes, tile, after=first)
+    padded = [jnp.pad(each, ((0, max(rows)), (0, 0))) for each in (x, y)]
 
-    def one(visit: jax.Array, sums: jax.Array) -> jax.Array:
-        group, start = walk.group[visit], walk.start[visit]
+    def of_rows(start: jax.Array, end: jax.Array, length: int) -> jax.Array:
         # Both are masked: a zero times a NaN of another group's row is a NaN.
-        is_own = row < walk.end[group] - start
-        x_tile, y_tile = (
-            jnp.where(is_own, jax.lax.dynamic_slice_in_dim(each, start, tile), 0) for each in (padded_x, padded_y)
-        )
-        more = jax.lax.dot_general(x_tile, y_tile, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        is_own = jnp.arange(length)[:, None] < end - start
+        own = (jnp.where(is_own, jax.lax.dynamic_slice_in_dim(each, start, length), 0) for each in padded)
+        return jax.lax.dot_general(*own, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+
+    def add(visit: jax.Array, sums: jax.Array) -> jax.Array:
+        group = walk.group[visit]
+        more = of_rows(walk.start[visit], walk.end[group], tile)
         total = jax.lax.dynamic_index_in_dim(sums, group, keepdims=False) + more
         return jax.lax.dynamic_update_index_in_dim(sums, total, group, 0)
 
-    begins = jnp.zeros_like(padded_x, shape=(len(sizes), x.shape[1], y.shape[1]), dtype=wide)
-    with jax.named_scope(loop_name(tile)):
-        return jax.lax.fori_loop(0, walk.count, one, begins).astype(x.dtype)
+    if first:
+        sums = jax.vmap(lambda begin, end: of_rows(begin, end, first))(walk.begin, walk.end)
+    else:
+        sums = jnp.zeros_like(x, shape=(len(sizes), x.shape[1], y.shape[1]), dtype=wide)
+    with jax.named_scope(loop_name(tile, first)):
+        return jax.lax.fori_loop(0, walk.count, add, sums).astype(x.dtype)
 
 
 def _matrix_of(matrices: jax.Array, group: jax.Array) -> jax.Array:
@@ -126,6 +152,6 @@ def _matrix_of(matrices: jax.Array, group: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(matrices, group, cpu=copied_as_integers, default=copied)
 
 
-def _walk(x: jax.Array, sizes: jax.Array, tile: int) -> visits.Visits:
-    """Return the tiles of all groups."""
-    return visits.of_groups(sizes, x.shape[0], tile, alignment=1)
+def _walk(x: jax.Array, sizes: jax.Array, tile: int, after: int = 0) -> visits.Visits:
+    """Return the tiles of all groups, without so many first rows of each."""
+    return visits.of_groups(sizes, x.shape[0], tile, alignment=1, after=after)

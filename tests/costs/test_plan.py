@@ -41,8 +41,6 @@ from jaxlm.costs.workload import Workload
 from jaxlm.lowering.fit import fit
 from jaxlm.parallel.layout import Layout
 from jaxlm.training.step import TrainStep
-from kernels_pallas.grouped_matmul import xla
-from kernels_pallas.grouped_matmul.visits import most_tiles
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SOME = '["query", "key", "value", "attention", "up"]'  # of the activations, kept for the backward pass
@@ -65,8 +63,7 @@ def executed_in_tiles(work):
         return flops(work).executed, {}
     (mixture,) = mixtures
     rows = work.batch * work.sequence * mixture.experts_per_token // work.microbatches
-    tile = xla.tile_rows(rows, mixture.num_experts)
-    trips = {xla.loop_name(tile): most_tiles(rows, mixture.num_experts, tile)}
+    trips = expert_tiles.most_trips(rows, mixture.num_experts)
     return expert_tiles.executed(operations.step(work), work.model, {rows}), trips
 
 

@@ -41,33 +41,34 @@ def batch():
 @pytest.mark.parametrize("remat", ["none", "full", ("up",)], ids=str)
 def test_a_training_step_has_the_counted_flops_of_the_most_tiles(remat):
     steps, work = step(mixture(3), remat=remat)
-    most = visits.most_tiles(ROWS, EXPERTS, TILE)
-    found = count(steps.train, jax.eval_shape(steps.init), batch(), trips={xla.loop_name(TILE): most})
+    most = expert_tiles.most_trips(ROWS, EXPERTS)
+    found = count(steps.train, jax.eval_shape(steps.init), batch(), trips=most)
     assert found.matmul_flops == expert_tiles.executed(operations.step(work), work.model, {ROWS})
     with pytest.raises(ValueError, match="does not say how often its while loop in scope .*tiles_of"):
-        count(steps.train, jax.eval_shape(steps.init), batch(), trips={"pages": most})
+        count(steps.train, jax.eval_shape(steps.init), batch(), trips={"pages": 3})
 
 
 def test_a_training_step_has_the_counted_flops_of_a_measured_load(monkeypatch):
     """The tiles are those that a step walks over."""
     steps, work = step(mixture(2))
-    measured, of_groups = [], visits.of_groups
+    measured, of_groups = set(), visits.of_groups
 
-    def watched(*arguments, **options):
-        walk = of_groups(*arguments, **options)
-        jax.debug.callback(lambda tiles: measured.append(int(tiles)), walk.count)
+    def watched(sizes, rows, tile, alignment, after=0):
+        walk = of_groups(sizes, rows, tile, alignment, after)
+        name = xla.loop_name(tile, after)
+        jax.debug.callback(lambda tiles: measured.add((name, int(tiles))), walk.count)
         return walk
 
     monkeypatch.setattr(visits, "of_groups", watched)
     jax.clear_caches()  # of operations that another test has traced
     jax.block_until_ready(jax.jit(steps.train)(steps.init(), batch()))
     jax.effects_barrier()
-    (tiles,) = set(measured)
-    assert -(-ROWS // TILE) <= tiles < visits.most_tiles(ROWS, EXPERTS, TILE)
+    trips, most = dict(measured), expert_tiles.most_trips(ROWS, EXPERTS)
+    assert len(measured) == len(most) and all(0 < trips[name] < most[name] for name in most)
     monkeypatch.undo()
     jax.clear_caches()
-    found = count(steps.train, jax.eval_shape(steps.init), batch(), trips={xla.loop_name(TILE): tiles})
-    assert found.matmul_flops == expert_tiles.executed(operations.step(work), work.model, {ROWS}, tiles)
+    found = count(steps.train, jax.eval_shape(steps.init), batch(), trips=trips)
+    assert found.matmul_flops == expert_tiles.executed(operations.step(work), work.model, {ROWS}, trips)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -79,14 +80,16 @@ def test_an_engine_s_steps_have_the_counted_flops_of_the_most_tiles(kind):
     assert found == expert_tiles.executed(operations.step(work), model, rows)
 
 
-@pytest.mark.parametrize("rows, groups, tile", [(0, 4, 8), (3, 4, 8), (4, 4, 8), (11, 4, 8), (100, 7, 32), (5, 1, 2)])
-def test_no_sizes_need_more_tiles_than_the_most(rows, groups, tile):
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("rows, groups, tile", [(0, 4, 8), (3, 4, 8), (4, 4, 8), (11, 4, 8), (100, 7, 32), (9, 1, 6)])
+def test_no_sizes_need_more_tiles_than_the_most(rows, groups, tile, after):
     draw = np.random.default_rng(0)
     sizes = draw.multinomial(rows, draw.dirichlet(np.ones(groups), 300).mean(0), 300)
-    worst = np.array([1] * min(rows, groups) + [0] * (groups - min(rows, groups)))
+    some = min(rows // (after + 1), groups)
+    worst = np.array([after + 1] * some + [0] * (groups - some))
     worst[0] += (rows - worst.sum()) // tile * tile
-    needed = [sum(-(-size // tile) for size in each) for each in (*sizes, worst)]
-    assert max(needed[:-1]) <= needed[-1] == visits.most_tiles(rows, groups, tile)
+    needed = [sum(-(-max(size - after, 0) // tile) for size in each) for each in (*sizes, worst)]
+    assert max(needed[:-1]) <= needed[-1] == visits.most_tiles(rows, groups, tile, after)
 
 
 @pytest.mark.parametrize("is_aligned", [False, True])

@@ -38,7 +38,8 @@ def compiled() -> hlo.HloProgram:
     with jax.set_mesh(mesh):
         shapes = tree.placed(jax.eval_shape(step.init), step.shardings(mesh))
         text = step.jitted(mesh).train.lower(shapes, put_batch(model_fixtures.batch(ROWS), mesh)).compile().as_text()
-    return hlo.parse(text, trips={xla.loop_name(2**n): 1 for n in range(12)})
+    trips = {xla.loop_name(2**n): 1 for n in range(12)} | {xla.loop_name(2 * n, n): 1 for n in range(1, 129)}
+    return hlo.parse(text, trips=trips)
 
 
 def test_tokens_are_sent_and_experts_stay():

@@ -213,6 +213,7 @@ def test_rows_are_sent_as_is_counted(platform, remat):
         shapes = tree.placed(jax.eval_shape(step.init), step.shardings(mesh))
         text = step.jitted(mesh).train.lower(shapes, batch).compile().as_text()
     trips = {xla.loop_name(tile): 1 for tile in range(1, 257)} | {FURTHER: 0}
+    trips |= {xla.loop_name(2 * first, first): 1 for first in range(1, 129)}
     found, counted = Counter(), Counter()
     for each in collectives.collectives(hlo.parse(text, trips=trips), layout):
         found[each.kind, each.axes] += each.count * each.bytes

@@ -46,7 +46,7 @@ class RowsInTiles(NamedTuple):
 
 def expert_rows(work: Workload) -> RowsInTiles | None:
     """Return the rows of the products with experts' matrices, in inference in the engine's step with the most; None of
-    a model without experts."""
+    a model without experts. XLA computes the gradients of the matrices in other tiles."""
     groups = [op.groups for op in operations.without_copies(work) if op.groups and op.groups.tiles]
     most = max(groups, key=lambda each: each.rows, default=None)
     return None if most is None else RowsInTiles(most.rows, *most.tiles)

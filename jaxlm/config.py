@@ -274,7 +274,7 @@ def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout
         layout_choice.check_used(mesh_layout, RULES[kind])
     check_layout(experiment, mesh_layout, kind, devices)
     if kind == "train":
-        _check_used_by_stages(experiment, mesh_layout)
+        _check_used(experiment, mesh_layout)
     return mesh_layout
 
 
@@ -291,8 +291,18 @@ def layout_of_any_batch(experiment: Experiment, devices: int) -> Layout:
 
 def say_layout(experiment: Experiment, layout: Layout) -> str | None:
     """Return a line that says that a step of training has another layout than its mesh gives, which does not divide the
-    model; None where it has the same."""
-    return layout_choice.say_divided(experiment.mesh, layout, TRAIN, divided_by_mesh(experiment.model))
+    model, or that an axis of it has no experts to shard; None where neither is so."""
+    divided = layout_choice.say_divided(experiment.mesh, layout, TRAIN, divided_by_mesh(experiment.model))
+    over = _several(TRAIN.over("experts"), layout)
+    if not over or _has_experts(experiment.model):
+        return divided
+    shards, (like, *_) = layout.over(over), TRAIN.over("embed")
+    idle = f"{layout_choice.describe_axes(over)} = {shards} is more of mesh.{like}: the model has no experts"
+    return f"{divided}; {idle}" if divided else idle
+
+
+def _has_experts(model: ModelConfig) -> bool:
+    return any(size.axis == "experts" for size in divided_by_mesh(model))
 
 
 def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", devices: int | None = None) -> None:
@@ -307,6 +317,7 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
         return
     training = experiment.training
     layout_choice.check_divides(layout, TRAIN, divided_by_mesh(experiment.model), devices)
+    _check_rounds(experiment, layout)
     over = _several(TRAIN.over("batch"), layout)
     rows, parts = training.batch // training.microbatches, layout.over(over)
     if rows % parts:
@@ -317,7 +328,6 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
         )
     if layout.over(TRAIN.over("layers")) > 1:
         check_stages(experiment)
-        _check_rounds(experiment, layout)
     if training.local_sgd is not None and devices is not None and layout.over(TRAIN.replicas) == 1:
         raise InputError(
             f"training.local_sgd trains a replica for each shard of {layout_choice.describe_axes(TRAIN.replicas)}, and "
@@ -330,6 +340,12 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train", d
         raise InputError(
             f"2 × {layout_choice.describe_axes(over)} = {chunks} does not divide training.sequence = "
             f"{training.sequence}, of which each device has two chunks: set training.sequence to {fitting}"
+        )
+    in_order = [block.attention.kind for block in experiment.model.layers if block.attention.carries_states]
+    if over and in_order:
+        raise InputError(
+            f"model.attention.kind = {in_order[0]} reads the tokens of a sequence in order: set "
+            f"{layout_choice.describe_axes(over)} to 1"
         )
 
 
@@ -361,26 +377,50 @@ def check_stages(experiment: Experiment) -> None:
 
 
 def _check_rounds(experiment: Experiment, layout: Layout) -> None:
-    """Raise InputError where stages do not divide the microbatches that go around them together."""
+    """Raise InputError where stages do not divide the microbatches that go around them together, or these the batch."""
     (axis,) = TRAIN.over("layers")
-    rounds, microbatches, stages = experiment.execution.pipeline_rounds, experiment.training.microbatches, layout[axis]
-    if rounds > 1 and microbatches % stages:
-        raise InputError(
-            f"mesh.{axis} = {stages} does not divide training.microbatches = {microbatches}, which go around "
-            f"{rounds} times together: set training.microbatches to {math.ceil(microbatches / stages) * stages}, or "
-            "execution.pipeline_rounds to 1"
-        )
+    rounds, stages, training = experiment.execution.pipeline_rounds, layout[axis], experiment.training
+    if rounds == 1 or stages == 1:
+        return
+    shards = layout.over(TRAIN.over("batch"))
+    microbatches = math.ceil(training.microbatches / stages) * stages
+    batch = math.ceil(training.batch / (microbatches * shards)) * microbatches * shards
+    wrong, right = [], []
+    if training.microbatches != microbatches:
+        given = f"training.microbatches = {training.microbatches}, which go around {rounds} times together"
+        wrong.append(f"mesh.{axis} = {stages} does not divide {given}")
+        right.append(f"training.microbatches to {microbatches}")
+    if training.batch != batch:
+        wrong.append(f"{microbatches} microbatches of {shards} shards do not divide training.batch = {training.batch}")
+        right.append(f"training.batch to {batch}")
+    if wrong:
+        divides = training.batch % (training.microbatches * shards) == 0
+        otherwise = ", or execution.pipeline_rounds to 1" if divides else ""
+        raise InputError(f"{', and '.join(wrong)}: set {' and '.join(right)}{otherwise}")
 
 
-def _check_used_by_stages(experiment: Experiment, layout: Layout) -> None:
-    """Raise InputError for settings of a pipeline on a mesh that is final and has none. A search may yet find one."""
-    (axis,) = TRAIN.over("layers")
+def _check_used(experiment: Experiment, layout: Layout) -> None:
+    """Raise InputError for settings of a mesh axis on a mesh that is final and has none, or of experts in a model that
+    has none. A search may yet find a mesh."""
     execution, default = experiment.execution, type(experiment.execution)()
-    for key in ("pipeline_rounds", "pipeline_gather"):
-        if layout[axis] == 1 and (value := getattr(execution, key)) != (unset := getattr(default, key)):
-            raise InputError(
-                f"execution.{key} = {value} needs mesh.{axis} above 1: raise it, or set execution.{key} to {unset}"
-            )
+    for logical, keys in (
+        ("layers", ("pipeline_rounds", "pipeline_gather")),
+        ("sequence", ("context_parallel",)),
+        ("experts", ("expert_parallel",)),
+    ):
+        (axis,) = TRAIN.over(logical)
+        for key in keys:
+            value, unset = (getattr(each, key) for each in (execution, default))
+            if value == unset:
+                continue
+            if logical == "experts" and not _has_experts(experiment.model):
+                raise InputError(
+                    f"execution.{key} = {value} is of experts, and the model has none: set execution.{key} to {unset}"
+                )
+            if layout[axis] == 1:
+                raise InputError(
+                    f"execution.{key} = {value} needs mesh.{axis} above 1: raise it, or set execution.{key} to {unset}"
+                )
 
 
 def may_serve(layout: Layout, model: ModelConfig) -> bool:
@@ -440,7 +480,8 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             f"{SIZE_KEYS[kind][1]} = {sequence} is longer than inference.context = {context}; lower it, or raise the "
             "context"
         )
-    if kind == "train" and training.batch % training.microbatches:
+    staged = experiment.mesh.least().over(TRAIN.over("layers")) > 1 and experiment.execution.pipeline_rounds > 1
+    if kind == "train" and training.batch % training.microbatches and not staged:  # see `_check_rounds`
         raise InputError(
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
             f"set it to one of {some_divisors(training.batch)}"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _OWN = Path()  # --check without a file
 _REASONS = 3  # why the expected time is above that at the peak
+# Parts of a step's time, in words.
+_SAID = {"passes": "element-wise passes over memory", "passes below peak": "element-wise passes below peak"}
 # What the napkin takes a step's memory and its time for.
 _NAPKIN = {
     "train": ("float32 parameters, gradients and Adam's moments", "its FLOPs at the peak"),
@@ -178,6 +180,13 @@ def _engine(engine: dict[str, Any]) -> str:
     )
 
 
+def _cache(row: dict[str, Any]) -> str:
+    """Return what the pages of an engine hold: keys and values, states of recurrent layers, or both."""
+    if "state_bytes_per_sequence" not in row:
+        return "kv_cache"
+    return "kv_cache and states" if row["kv_bytes_per_token"] else "states"
+
+
 def _show(plan: "Plan") -> None:
     work, time, memory = plan.work, plan.time, plan.memory
     row = _row(plan)
@@ -218,7 +227,7 @@ def _show(plan: "Plan") -> None:
     table.add("memory, napkin", f"{units.memory(napkin['memory_bytes'])}: {held}")
     parts = {name: size for name, size in memory._asdict().items() if size}
     for name, size in parts.items():
-        table.add(f"memory, {name}", units.memory(size))
+        table.add(f"memory, {_cache(row) if name == 'kv_cache' else name}", units.memory(size))
     table.add("memory", against_capacity(memory.total, plan.capacity))
     if not plan.fits:
         from jaxlm.lowering.suggestions import suggest
@@ -244,7 +253,8 @@ def _show(plan: "Plan") -> None:
         sent, took = units.size(outer["bytes"]), units.seconds(outer["time_s"])
         every = f"every {outer['period']:,} steps {outer['replicas']} replicas sum {sent} each"
         table.add("outer step", f"{every}, {took} at published rates")
-    reasons = [str(reason) for reason in time.reasons[:_REASONS] if reason.share >= 0.005]
+    shown = (reason for reason in time.reasons[:_REASONS] if reason.share >= 0.005)
+    reasons = [f"{_SAID.get(reason.name, reason.name)} {reason.share:.0%}" for reason in shown]
     table.add("gap to the peak", f"{', '.join(reasons)} of the expected time" if reasons else "none")
     each = plan.tokens_per_s / plan.target.devices
     # More than the peak is nothing wrong: kernels skip scores that nobody sees, and attention counts whole.
@@ -265,7 +275,8 @@ def _show(plan: "Plan") -> None:
         if work.drafts:
             table.add("drafts", deployments.describe_drafts(work))
         each = units.seconds(row["time_per_token_s"])
-        table.add("each token", f"{each}, {row['kv_bytes_per_token']:,} bytes of cache")
+        cached = row["kv_bytes_per_token"]
+        table.add("each token", f"{each}, {cached:,} bytes of cache" if cached else each)
         if state := row.get("state_bytes_per_sequence"):
             table.add("each sequence", f"a state of {units.size(state)}, in up to three pages")
     if "critical_batch" in row:

@@ -11,6 +11,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.models.bounds import parameters_at_most, values_per_token_at_most
 from jaxlm.parallel.devices import emulated_for, set_by_environment
 from jaxlm.parallel.processes import process_count
+from jaxlm.parallel.rules import TRAIN
 
 if TYPE_CHECKING:
     from jaxlm.costs.counted.memory import Memory
@@ -20,14 +21,21 @@ _CERTAIN = 2
 
 
 def check_before_reading(experiment: Experiment) -> None:
-    """Raise InputError where the CPU of this machine has not the devices of a mesh, or no memory for a step.
+    """Raise InputError where the CPU of this machine has not the devices of a mesh, cannot run its stages, or has no
+    memory for a step.
 
-    Starts no JAX backend, and imports JAX for large models alone: with small ones bad text is found sooner.
+    Starts no JAX backend, and imports JAX for stages and large models alone: with small ones bad text is found sooner.
     """
     if accelerators.platforms() != "cpu":
         return
     here = set_by_environment() or emulated_for(experiment.mesh.least().size)
     layout = config.layout(experiment, here * process_count())
+    if (stages := layout.over(TRAIN.over("layers"))) > 1:
+        from jaxlm.costs.stages import stage_layers
+        from jaxlm.training.staged import check_dtype
+
+        check_dtype(experiment.execution, "cpu")
+        stage_layers(experiment.model, stages, experiment.execution.pipeline_rounds)
     if _at_most(experiment) < (capacity := _of_this_machine()):
         return
     from jaxlm.costs.counted.memory import memory

@@ -9,6 +9,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.layers import main_layers
 from jaxlm.models.tree import abstract
+from jaxlm.parallel import ticks
 
 
 class StageLayers(NamedTuple):
@@ -48,6 +49,7 @@ def stage_layers(model: ModelConfig, stages: int, rounds: int = 1) -> StageLayer
     path = "/".join(("layers", *[name] * (len(groups.stacks) > 1)))
     # Layers that stages divide are stored on them, those of several rounds on others than run them; what is padded has
     # another dimension sharded before.
-    exchanges = rounds if rounds > 1 and not idle else 0
+    sends = (any(source != to for source, to in move.pairs) for move in ticks.moves(stages, rounds))
+    exchanges = sum(sends) if rounds > 1 and not idle else 0
     moves = 0 if not idle else 1 if len(layers) % stages else 2
     return StageLayers(of_stage, slots, idle, exchanges, moves, path)

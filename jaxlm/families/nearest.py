@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxlm.core.schema import Change, Section, changes, kind_of, leaves, shown
 from jaxlm.families.family import Family
+from jaxlm.families.rule import named_kinds
 from jaxlm.models.config import BlockConfig, ModelConfig
 from jaxlm.models.layer_config import LayerConfig
 
@@ -13,8 +14,9 @@ _NAMED = 3  # keys in a message, at most
 
 
 def why_of_none(model: ModelConfig, tried: Iterable[tuple[Family, ModelConfig | str]]) -> str:
-    """Return the end of a message that says why a model is of no family: the kind of a part of a plug-in, or else the
-    nearest family and the first keys in which the model differs from it.
+    """Return the end of a message that says why a model is of no family: the kind of a part of a plug-in, kinds of
+    attention that no family has together, or else the nearest family and the first keys in which the model differs
+    from it.
 
     Args:
       tried: each family, with the model that its config.json for this model describes, or with why it has none.
@@ -22,6 +24,11 @@ def why_of_none(model: ModelConfig, tried: Iterable[tuple[Family, ModelConfig | 
     for name, part in model:
         if isinstance(part, Section) and not type(part).__module__.startswith("jaxlm."):
             return f"model.{name}.kind = {kind_of(type(part))!r} is in no family"
+    tried = list(tried)
+    kinds = dict.fromkeys(block.attention.kind for block in model.layers if block.attention.kind != "none")
+    tried = [each for each in tried if kinds.keys() <= _kinds(each[0])]
+    if not tried:
+        return f"no family has layers with model.attention.kind = {' and others with '.join(kinds)}"
     ranked = [(family, *_differences(model, family, outcome)) for family, outcome in tried]
     family, differences, why = min(ranked, key=lambda each: _distance(each[1], each[2]))
     if not differences:
@@ -30,6 +37,11 @@ def why_of_none(model: ModelConfig, tried: Iterable[tuple[Family, ModelConfig | 
     more = f" and {len(keys) - _NAMED} more keys" if len(keys) > _NAMED else ""
     alone = _alone(model, differences, [each for each, *_ in ranked])
     return f"it differs from the nearest family, {family.name}, in {', '.join(keys[:_NAMED])}{more}{alone}"
+
+
+def _kinds(family: Family) -> set[str]:
+    """Return the kinds of attention that layers of a family have."""
+    return {family.model.get("attention", {}).get("kind", "gqa"), *named_kinds(family.rules)}
 
 
 def computed(block: BlockConfig) -> dict[str, Any]:

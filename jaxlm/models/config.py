@@ -235,7 +235,7 @@ class MixtureFeedForwardConfig(LayerConfig):
     theirs. It is dropless: every token has all experts that it chooses, whatever their load."""
 
     training_keys: ClassVar = frozenset({"balance"})
-    logical_axes: ClassVar = {"d_ff": "feed_forward", "shared.d_ff": "feed_forward"}
+    logical_axes: ClassVar = {"num_experts": "experts", "d_ff": "feed_forward", "shared.d_ff": "feed_forward"}
 
     kind: Literal["mixture"] = "mixture"
     num_experts: Count

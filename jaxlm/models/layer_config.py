@@ -34,9 +34,11 @@ class AttentionConfig(LayerConfig):
 
     Attributes:
       rotated: the key that holds the channels of a head, of which rotary positions rotate a part; None rotates none.
+      carries_states: it reads the tokens of a sequence in order, so that devices cannot share one.
     """
 
     rotated: ClassVar[str | None] = None
+    carries_states: ClassVar[bool] = False
 
 
 class NoAttentionConfig(AttentionConfig):

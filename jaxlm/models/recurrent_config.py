@@ -20,6 +20,7 @@ class GatedDeltaConfig(AttentionConfig):
     """
 
     activations: ClassVar = ("query", "key", "value", "gate")
+    carries_states: ClassVar = True
     logical_axes: ClassVar = {"num_key_heads": "heads", "num_value_heads": "heads"}
 
     kind: Literal["gated_delta"] = "gated_delta"
@@ -61,6 +62,7 @@ class ShortConvolutionConfig(AttentionConfig):
     """
 
     activations: ClassVar = ("value", "input_gate", "gate")
+    carries_states: ClassVar = True
 
     kind: Literal["short_convolution"] = "short_convolution"
     taps: Taps = 3
@@ -77,6 +79,7 @@ class Mamba2Config(AttentionConfig):
     """
 
     activations: ClassVar = ("query", "key", "value", "gate")
+    carries_states: ClassVar = True
     logical_axes: ClassVar = {"num_heads": "heads"}
 
     kind: Literal["mamba2"] = "mamba2"

@@ -28,6 +28,12 @@ from jaxlm.parallel.slots import as_stored, in_slots
 from jaxlm.training.objectives import Batch, Objective
 
 
+def check_dtype(execution: ExecutionConfig, platform: str) -> None:
+    """Raise InputError for a dtype in which XLA compiles no pipeline for a platform."""
+    if platform == "cpu" and execution.dtype != "float32":
+        raise InputError(f"execution.dtype = {execution.dtype!r}: XLA compiles no pipeline for CPUs in it; set float32")
+
+
 @dataclass(frozen=True)
 class StagedModel:
     """A model whose main layers lie on stages: the longest run of one structure. Layers before and after them are
@@ -156,10 +162,7 @@ class StagedModel:
     def check(self, mesh: Mesh) -> None:
         """Raise InputError for a model, or devices, that cannot run this."""
         _ = self._main
-        if mesh.devices.flat[0].platform == "cpu" and self.execution.dtype != "float32":
-            raise InputError(
-                f"execution.dtype = {self.execution.dtype!r}: XLA compiles no pipeline for CPUs in it; set float32"
-            )
+        check_dtype(self.execution, mesh.devices.flat[0].platform)
 
     @cached_property
     def _main(self) -> tuple[str, range]:

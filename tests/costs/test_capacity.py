@@ -74,3 +74,27 @@ def test_a_small_model_is_not_counted_and_would_not_be_refused(cpu, monkeypatch,
 def test_nothing_published_is_taken_for_small(name):
     experiment = config.load(CONFIGS / "models" / f"{name}.toml")
     assert memory(Workload.of(experiment).on_cpu()).total < capacity._at_most(experiment)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["mesh.pipeline=2", "execution.dtype=float32"], "a pipeline needs layers of one structure"),
+        (["mesh.pipeline=2", "execution.dtype=bfloat16"], "XLA compiles no pipeline for CPUs in it; set float32"),
+        (["mesh.context=2"], "gated_delta reads the tokens of a sequence in order: set mesh.context to 1"),
+    ],
+)
+def test_a_mesh_that_does_not_suit_the_model_is_refused_before_text_is_read(cpu, overrides, says):
+    with pytest.raises(InputError, match=says):
+        capacity.check_before_reading(config.load(CONFIGS / "hybrid.toml", overrides))
+
+
+def test_an_expert_axis_without_experts_is_said_and_its_setting_refused():
+    experiment = config.load(CONFIGS / "quickstart.toml", ["mesh.expert=2"])
+    said = config.say_layout(experiment, config.layout(experiment, 2))
+    assert said == "mesh.expert = 2 is more of mesh.fsdp: the model has no experts"
+    mixture = config.load(CONFIGS / "experts.toml", ["mesh.expert=2"])
+    assert config.say_layout(mixture, config.layout(mixture, 2)) is None
+    chosen = experiment.execution.model_copy(update={"expert_parallel": "all_to_all"})
+    with pytest.raises(InputError, match="all_to_all is of experts, and the model has none: set .* to auto"):
+        config.layout(experiment.model_copy(update={"execution": chosen}), 2)

@@ -6,6 +6,7 @@ import meshes
 import numpy as np
 import pytest
 
+from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import merged
 from jaxlm.families.directory import PublishedModel, write
@@ -119,3 +120,13 @@ def test_a_mixture_without_shared_experts_has_the_empty_tensors_that_transformer
     assert len(shared) == 9 and {name: shared[f"{one}.{name}.weight"] for name in expected} == expected
     assert published.config["n_shared_experts"] == 0 and family.name.startswith("deepseek")
     assert "intermediate_size" not in published.config  # no layer is dense
+
+
+def test_of_a_hybrid_the_nearest_family_has_its_kinds_of_layers():
+    for name, family in (("qwen3-next-80b-a3b", "qwen3_next"), ("lfm2-1.2b", "lfm2")):
+        with pytest.raises(InputError, match=f"differs from the nearest family, {family}, in model.logit_soft_cap = 5"):
+            family_of(config.load(name, ["model.logit_soft_cap=5.0"]).model)
+    others = {"kind": "mamba2", "num_heads": 2, "head_dim": 8, "state_dim": 8}
+    pattern = [{"name": "delta", "layers": 2, "attention": RECURRENT}, {"name": "other", "attention": others}]
+    with pytest.raises(InputError, match="no family has layers with .*kind = gated_delta and others with mamba2"):
+        family_of(latent(feed_forward=DENSE, pattern=pattern))

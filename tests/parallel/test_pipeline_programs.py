@@ -23,11 +23,11 @@ SETTINGS = {"remat": "full", "kernels": "xla", "scan_layers": True, "dtype": "bf
 MODEL = model_fixtures.model(context_length=LENGTH, num_layers=4, d_model=128)
 
 
-def compiled(platform, microbatches):
+def compiled(platform, microbatches, **settings):
     """Return a compiled step whose microbatches have four rows, of two on each shard."""
     mesh = meshes.make(pipeline=2, fsdp=2, devices=targets.devices(Target.parse(CHIPS[platform])))
     rows = 4 * microbatches
-    sections = model_fixtures.sections(batch=rows, sequence=LENGTH, microbatches=microbatches, **SETTINGS)
+    sections = model_fixtures.sections(batch=rows, sequence=LENGTH, microbatches=microbatches, **SETTINGS, **settings)
     steps = TrainStep(MODEL, *sections, model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -68,3 +68,27 @@ def test_stages_send_the_residual_and_keep_their_parameters(platform):
         assert max(gathered, default=0) <= residual
     of_4, of_8 = (program.memory_analysis().temp_size_in_bytes for program in programs.values())
     assert of_8 == pytest.approx(of_4, rel=0.05)
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", CHIPS)
+@pytest.mark.parametrize("settings", [{"pipeline_rounds": 2}, {"pipeline_gather": "step"}], ids=str)
+def test_rounds_and_gathers_are_those_of_the_program(platform, settings):
+    """With rounds, stages also send one another chunks of layers once a step; matrices that are gathered once are
+    gathered in no loop."""
+    program = hlo.parse(compiled(platform, 4, **settings).as_text())
+    found = collectives.collectives(program, LAYOUT)
+    work = workload("train", MODEL, 16, LENGTH, layout=LAYOUT, microbatches=4, **SETTINGS, **settings)
+    counted = traffic.collectives(work)
+    sent = sum(each.count * each.bytes for each in found if each.kind == "collective-permute")
+    # Vectors of layers, which are not counted, are sent too.
+    assert sent == pytest.approx(sum(c.times * c.bytes for c in counted if c.kind == "collective-permute"), rel=0.01)
+    if "pipeline_gather" in settings:
+        gathered = [each for each in found if each.kind == "all-gather"]
+        (layers, table) = (
+            next(c.bytes for c in counted if c.kind == "all-gather" and c.of == of) for of in ("layers", "embedding")
+        )
+        assert sum(each.count * each.bytes for each in gathered if not each.in_loop) == layers + table
+        assert {each.bytes for each in gathered if each.in_loop} == {table}  # the unembedding

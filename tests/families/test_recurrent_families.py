@@ -8,6 +8,7 @@ import loud
 import meshes
 import numpy as np
 import pytest
+from markers import ELSEWHERE
 from matrices import sampled
 from running import logits, save
 from tiny_configs import RECURRENT, without
@@ -15,12 +16,15 @@ from workload_fixtures import workload
 
 from jaxlm import api, config
 from jaxlm.core.errors import InputError
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import parameter_counts
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.family import families
 from jaxlm.families.settings import config_of, family_of, model_of
+from jaxlm.lowering import report, targets
 from jaxlm.models import tree
 from jaxlm.models.doors.scan import ChunkRows
+from jaxlm.parallel.mesh import make_mesh
 from jaxlm.parallel.rules import TRAIN
 from kernels_pallas.linear_attention import CHUNK
 
@@ -206,3 +210,17 @@ def test_the_text_part_of_a_model_of_text_and_pictures_is_read_with_its_further_
     assert found.tensors.keys() == weights.keys() and found.mtp_tensors.keys() == further.keys()
     for key, x in weights.items():
         np.testing.assert_array_equal(found.stored[key].read(), x)
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 4, "tensor": 2}, {"data": 2, "expert": 4}], ids=str)
+def test_decoding_qwen3_next_multiplies_what_is_counted(sizes):
+    """One of its periods of four layers, in full width: XLA's products, and the tiles of kernels with their experts."""
+    target = Target.parse("h200-sxm:8")
+    experiment = config.load(MODELS / "qwen3-next-80b-a3b.toml", ["model.num_layers=4"], "decode")
+    mesh = make_mesh(meshes.layout(**sizes), targets.devices(target))
+    compiled = report.compile(experiment, "decode", target, mesh, False).report
+    assert compiled.flops == compiled.counted_flops
+    assert compiled.kernel_flops == pytest.approx(compiled.counted_kernel_flops, rel=1e-9)  # shared out as floats

@@ -48,7 +48,7 @@ class SequencePages:
         are in the pages; the token after these tokens is written next.
       published: the whole pages, from the first, that `publish` has seen or `match` has found.
       hits: by group, what `match` found.
-      branches: pages of prefixes that others may begin with too: they had it, or their tokens differ after it.
+      branches: by their pages, the prefixes that were found, whole or but for a group, and that other texts go on from.
     """
 
     __slots__ = ("tables", "tokens", "published", "salt", "prefix", "hits", "branches")
@@ -61,10 +61,10 @@ class SequencePages:
         published: int,
         size: int,
         hits: tuple[GroupHit, ...],
+        branches: Collection[int],
     ):
-        self.tables, self.salt, self.prefix, self.hits = tables, salt, prefix, hits
+        self.tables, self.salt, self.prefix, self.hits, self.branches = tables, salt, prefix, hits, branches
         self.published, self.tokens = published, published * size
-        self.branches = {published, *(published + hit.lacked // size for hit in hits)}
 
     def room(self, size: int) -> int:
         """Return the tokens that there are pages for, of `size` tokens each."""
@@ -206,6 +206,8 @@ class Pages:
         """
         path, length, hits = self._cached(tokens, salt)
         last = path[length - 1] if length else None
+        found = {length, *(length + hit.lacked // self.size for hit in hits)}
+        branches = [pages for pages in found if pages and path[pages - 1].uses]
         tables = []
         for at, group in enumerate(self._groups):
             first = min(group.first_read(length * self.size, self.size), length)
@@ -214,7 +216,7 @@ class Pages:
                 group.hold(page)
         if last is not None:
             last.uses += 1
-        holding = SequencePages(tables, salt, last, length, self.size, hits)
+        holding = SequencePages(tables, salt, last, length, self.size, hits, branches)
         self._holdings.add(holding)
         return holding
 

@@ -268,6 +268,12 @@ def test_states_at_the_ends_of_texts_and_where_texts_differ_outlive_those_betwee
         pages.release(written(pages, text, step=8))
     assert [found(pages, (*text, 0)) for text in texts] == [32] * 6
     assert found(pages, (*TEXT[:12], 7)) == 12
+    for turn in (9, 8):  # the end before is of no use any more
+        texts = [(*text, *[turn] * 8) for text in texts]
+        for text in texts:
+            pages.release(written(pages, text, step=8))
+        assert [found(pages, (*text, 0)) for text in texts] == [len(text) // SIZE * SIZE for text in texts]
+        assert found(pages, (*TEXT[:12], 7)) == 12
 
 
 def test_bad_use_is_refused():

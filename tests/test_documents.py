@@ -116,6 +116,14 @@ def test_an_unknown_name_is_refused_as_the_pages_say():
         config.load("no-such-configuration")
 
 
+def test_the_accuracy_of_memory_is_that_of_its_table():
+    cases, median, within = re.search(
+        r"(\d+) cases: median error ([\d.]+)%.*?; (\d+) within 5 %", read("docs/memory.md")
+    ).groups()
+    assert f"{within} of {cases} compiled" in read("README.md") and f"median error of {median} %" in read("README.md")
+    assert f"median error of {median} %" in read("docs/ladder.md")
+
+
 def test_every_page_is_on_the_site():
     navigation = yaml.safe_load(read("mkdocs.yml"))["nav"]
     pages = {page for entry in navigation for item in entry.values() if isinstance(item, list)

@@ -14,7 +14,7 @@ NAMES = {path.stem: path for path in CONFIGS.rglob("*.toml")}
 
 def test_every_configuration_has_a_name():
     assert {name: path.resolve() for name, path in bundled.configurations().items()} == NAMES
-    assert list(bundled.configurations())[:4] == ["data_mixture", "example", "experts", "quickstart"]
+    assert list(bundled.configurations())[:5] == ["data_mixture", "example", "experts", "hybrid", "quickstart"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -119,7 +119,8 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
             # buffer at once, and works in place where possible.
             kept_from = i if is_tpu else i - 1
             live = {value for value in there if last.get(value, -1) >= kept_from or value in use.results}
-            bytes_ = _bytes(device, live - set(use.results) if cost.in_place.forward else live) + cost.workspace.beside
+            bytes_ = _bytes(device, live - set(use.results) if cost.in_place.forward else live)
+            bytes_ += cost.workspace.beside + cost.workspace.between_kernels[0]
         peaks.append(LayerPeak(bytes_, i))
     return max(peaks)
 
@@ -150,6 +151,7 @@ def _backward(device: DeviceStep, layer: int, where_it_is: Remat | None, keeps: 
         bytes_, more = bytes_ + sum(device.bytes[value] for value in new), more + more_of_use
         # A GPU's program computes the gradients of matrices last: what these products read of later doors waits.
         working = beside[i] if device.work.platform == "tpu" else sum(beside[i:])
+        working += device.cost(use).workspace.between_kernels[1]
         gradients = _bytes_of_gradients(device, use, i, lives)
         peaks.append(LayerPeak(bytes_ + max(0, more) + working + gradients, i))
     return max(peaks)

@@ -265,6 +265,7 @@ class Workspace(NamedTuple):
       keeping: those of the forward pass where all is kept that the backward pass reads, and of that backward pass.
       beside: in each pass, beside all that is there: arrays that are made again for the backward pass.
       of_passes: in the backward pass of its layer, beside all that is there.
+      between_kernels: in the door's own forward pass, and in its backward pass, beside all that is there.
     """
 
     forward: int = 0
@@ -272,6 +273,7 @@ class Workspace(NamedTuple):
     keeping: tuple[int, int] = (0, 0)
     beside: int = 0
     of_passes: int = 0
+    between_kernels: tuple[int, int] = (0, 0)
 
 
 class LossWorkspace(NamedTuple):

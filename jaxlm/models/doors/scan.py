@@ -217,9 +217,11 @@ def _declare(local: Local) -> DoorCost:
 
     saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states)
     kernels = [_kernel(local, inputs, call) for call in calls]
-    between = max((kernel.workspace[local.training] for kernel in kernels if kernel is not None), default=0)
-    before_and_after = 2 * max(call.B for call in calls) * of_states  # a chunk
-    workspace = Workspace(beside=before_and_after + between)
+    handed = [kernel.workspace for kernel in kernels if kernel is not None]
+    workspace = Workspace(
+        beside=2 * max(call.B for call in calls) * of_states,  # before and after a chunk
+        between_kernels=(max((each for each, _ in handed), default=0), max((each for _, each in handed), default=0)),
+    )
     by_xla = tuple(traced(call) for call, kernel in zip(calls, kernels, strict=True) if kernel is None)
     of_kernels = [(kernel, call.times) for kernel, call in zip(kernels, calls, strict=True) if kernel is not None]
     cost = DoorCost(traced=by_xla, saved=saved, workspace=workspace)

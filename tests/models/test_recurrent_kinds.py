@@ -1,6 +1,5 @@
 """The recurrent kinds of [model.attention]: alone against the papers in NumPy, and in hybrids with attention."""
 
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -40,7 +39,6 @@ from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.scan import ChunkRows, _FlatChunk, scan
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.logical_axes import HEADS
-from jaxlm.models.recurrences import convolution
 from jaxlm.models.recurrences.delta_rule import gated_delta_rule as delta_rule
 from jaxlm.models.recurrences.state_space import state_space
 from jaxlm.models.rows import RowContext
@@ -341,27 +339,6 @@ def test_the_engine_draws_what_the_full_pass_draws(name, sizes):
     assert texts(long) == [96]
     assert texts(long[:70] + others[0]) == [64]
     check_pages(engine)
-
-
-@ELSEWHERE
-@pytest.mark.parametrize("target", ["h200-sxm:1", "tpu-v5e:1x1"])
-def test_a_short_convolution_is_one_pass_with_its_activation(target):
-    """XLA makes one kernel of the taps, documents and activation: it needs no kernel of ours forward."""
-    mesh = meshes.make(1, 1, 1, devices=targets.devices(Target.parse(target)))
-    whole, (B, T, D) = NamedSharding(mesh, PartitionSpec()), (4, 512, 1024)
-    shapes = ((B, T, D), jnp.bfloat16), ((4, D), jnp.float32), ((B, T), jnp.bool_), ((B, T), jnp.bool_)
-    x_BTD, weights, *rows = (jax.ShapeDtypeStruct(*each, sharding=whole) for each in shapes)
-
-    def convolve(x_BTD, weights, *rows):
-        recurrence = convolution.short_convolution((weights, (None, None)), None, "tail", x_BTD.dtype)
-        inputs = x_BTD, ("batch", "sequence", None)
-        return scan(recurrence, recurrence.initial_states(B), ChunkRows(*rows), inputs)[0]
-
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(convolve).lower(x_BTD, weights, *rows).compile()
-    entry = compiled.as_text().partition("ENTRY")[2]
-    assert len(re.findall(rf" = \(?\w+\[{B},5\d\d,{D}\]\S* (?!parameter)", entry)) == 1
-    assert compiled.memory_analysis().temp_size_in_bytes < B * T * D / 8
 
 
 @ELSEWHERE

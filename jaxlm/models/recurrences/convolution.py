@@ -1,6 +1,8 @@
 """The short convolution that recurrent mixers have before their recurrence, or in its place."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -35,24 +37,76 @@ def short_convolution(
 
 @dataclass(frozen=True)
 class _Convolution:
-    """The function of all tokens of a pass. The backward pass computes it again, and keeps its input alone."""
+    """The function of all tokens of a pass."""
 
     slot: str
     activation: Shape
 
     def __call__(
-        self, states: States, rows: ChunkRows, x: jax.Array, weights: jax.Array, *bias: jax.Array
+        self, states: States, rows: ChunkRows, x: jax.Array, weights: jax.Array, bias: jax.Array | None = None
     ) -> tuple[States, jax.Array]:
         tail = states[self.slot]
-        return {self.slot: tail_after(tail, rows, x)}, jax.checkpoint(self._outputs)(tail, rows, x, weights, *bias)
+        return {self.slot: tail_after(tail, rows, x)}, _outputs(self.activation, tail, rows, x, weights, bias)
 
-    def _outputs(
-        self, tail: jax.Array, rows: ChunkRows, x: jax.Array, weights: jax.Array, *bias: jax.Array
-    ) -> jax.Array:
-        float32 = jnp.float32
-        y: Any = sum(
-            part.astype(float32) * weights[i].astype(float32)[None, None]
-            for i, part in enumerate(windows(tail, rows, x))
-        )
-        y = sum((each.astype(float32)[None, None] for each in bias), y)
-        return (jax.nn.silu(y) if self.activation == "silu" else y).astype(x.dtype)
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _outputs(
+    activation: Shape, tail: jax.Array, rows: ChunkRows, x: jax.Array, weights: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    return _ACTIVATIONS[activation](_sum(_taps(tail, rows, x), weights, bias)).astype(x.dtype)
+
+
+def _outputs_forward(activation: Shape, *operands: Any) -> tuple[jax.Array, tuple]:
+    return _outputs(activation, *operands), operands
+
+
+def _outputs_backward(activation: Shape, operands: tuple, d_outputs: jax.Array) -> tuple:
+    """Compute the sums again; the gradient of them goes through memory once, in the dtype of x, for all taps."""
+    tail, rows, x, weights, bias = operands
+    taps = _taps(tail, rows, x)
+    _, pull_back = jax.vjp(_ACTIVATIONS[activation], _sum(taps, weights, bias))
+    d_sum = jax.lax.optimization_barrier(pull_back(d_outputs.astype(jnp.float32))[0].astype(x.dtype))
+    wide = d_sum.astype(jnp.float32)
+    d_weights = jnp.stack([jnp.sum(wide * tap, axis=(0, 1)) for tap in taps])
+    d_bias = None if bias is None else jnp.sum(wide, axis=(0, 1)).astype(bias.dtype)
+
+    before, C = tail.shape[1], x.shape[1]
+    is_read = windows(jnp.ones(tail.shape[:2], bool), rows, jnp.ones(x.shape[:2], bool))
+    d_tail, d_x = jnp.zeros(tail.shape, jnp.float32), jnp.zeros(x.shape, jnp.float32)
+    for i, is_read_BC in enumerate(is_read):
+        d_tail += _where(is_read_BC, d_sum, -i, before) * _wide(weights[i])
+        d_x += _where(is_read_BC, d_sum, before - i, C) * _wide(weights[i])
+    return d_tail.astype(tail.dtype), None, d_x.astype(x.dtype), d_weights.astype(weights.dtype), d_bias
+
+
+_outputs.defvjp(_outputs_forward, _outputs_backward)
+
+_ACTIVATIONS: dict[Shape, Callable[[jax.Array], jax.Array]] = {"silu": jax.nn.silu, "linear": lambda x: x}
+
+
+def _taps(tail: jax.Array, rows: ChunkRows, x: jax.Array) -> list[jax.Array]:
+    return [each.astype(jnp.float32) for each in windows(tail, rows, x)]
+
+
+def _sum(taps: list[jax.Array], weights: jax.Array, bias: jax.Array | None) -> jax.Array:
+    y: Any = sum(tap * _wide(weights[i]) for i, tap in enumerate(taps))
+    return y if bias is None else y + _wide(bias)
+
+
+def _wide(weight: jax.Array) -> jax.Array:
+    """Return a weight [*shape] as float32 [1, 1, *shape]."""
+    return weight.astype(jnp.float32)[None, None]
+
+
+def _where(is_read_BC: jax.Array, x: jax.Array, by: int, length: int) -> jax.Array:
+    """Return x [B, C, …] of the tokens from `by` on as float32 [B, length, …], zero where it is not read."""
+    is_read, x = _shifted(is_read_BC, by, length), _shifted(x, by, length)
+    is_read = is_read.reshape(*is_read.shape, *[1] * (x.ndim - 2))
+    return jnp.where(is_read, x, jnp.zeros((), x.dtype)).astype(jnp.float32)
+
+
+def _shifted(x: jax.Array, by: int, length: int) -> jax.Array:
+    """Return so many tokens of x [B, C, …] from `by` on, zeros before the first and after the last."""
+    padding = max(-by, 0), max(by + length - x.shape[1], 0)
+    first = max(by, 0)
+    return jnp.pad(x, [(0, 0), padding] + [(0, 0)] * (x.ndim - 2))[:, first : first + length]

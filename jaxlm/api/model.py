@@ -143,6 +143,10 @@ class LoadedModel(RestoredModel):
         from jaxlm.inference.requests import fitting_tokens, sampled
         from jaxlm.inference.stop_strings import stops_that_are_tokens
 
+        if isinstance(prompts, str) or any(isinstance(each, (int, Mapping)) for each in prompts[:1]):
+            raise InputError("prompts is a single prompt, and has to be a list of prompts: [prompt]")
+        if isinstance(stop, str):
+            raise InputError(f"stop = {stop!r} is a single string, and has to be a list of strings: [{stop!r}]")
         encoded, limits = [self.encode(prompt) for prompt in prompts], [max_tokens or 0] * len(prompts)
         chats = [is_conversation(prompt) for prompt in prompts]
         if max_tokens is None:

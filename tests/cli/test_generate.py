@@ -193,6 +193,11 @@ def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
         model.generate(["alpha"], json_schema={}, regex="a")
     with pytest.raises(InputError, match="json_schema is no JSON: Object of type set"):
         model.generate(["alpha"], json_schema={"enum": {1}})
+    for prompt in ("alpha", [1, 2], [{"role": "user", "content": "alpha"}]):
+        with pytest.raises(InputError, match="prompts is a single prompt"):
+            model.generate(prompt)
+    with pytest.raises(InputError, match=r"to be a list of strings: \['END'\]"):
+        model.generate(["alpha"], stop="END")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 A layer of 512 channels has 8 heads of 64 channels, and states of 64 × 64. What is timed is its output of 2 sequences in
 float32, with the gradients of its input and its parameters from given ones of its output; the recurrence alone, without
 products and convolutions; and the products of the recurrent layers alone, which are the same in all of them. They take
-turns, after one call each that is not timed; medians are written to the results of this processor.
+turns, each with a call before that is not timed: the memory that a recurrence frees slows down what follows it.
+Medians are written to the results of this processor.
 """
 
 import argparse
@@ -126,10 +127,9 @@ def main() -> None:
         runs[f"{kind} alone, token by token"] = alone(kind, arguments.tokens, "reference")
     runs["products alone"] = products(arguments.tokens)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
     for _ in range(arguments.rounds):
         for name, run in runs.items():
+            run()
             begin = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - begin)

@@ -62,7 +62,9 @@ def _outputs_forward(activation: Shape, *operands: Any) -> tuple[jax.Array, tupl
 
 def _outputs_backward(activation: Shape, operands: tuple, d_outputs: jax.Array) -> tuple:
     """Compute the sums again; the gradient of them goes through memory once, in the dtype of x, for all taps."""
+    # As the gradients come, so that XLA does not keep what the forward pass computed in their place.
     tail, rows, x, weights, bias = operands
+    x, d_outputs = jax.lax.optimization_barrier((x, d_outputs))
     taps = _taps(tail, rows, x)
     _, pull_back = jax.vjp(_ACTIVATIONS[activation], _sum(taps, weights, bias))
     d_sum = jax.lax.optimization_barrier(pull_back(d_outputs.astype(jnp.float32))[0].astype(x.dtype))

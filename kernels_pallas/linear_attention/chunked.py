@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, size_of
 from kernels_pallas.linear_attention import mosaic_tpu, triton
-from kernels_pallas.linear_attention.costs import LinearWork, mosaic_tpu_costs, triton_costs
+from kernels_pallas.linear_attention.costs import COSTS, LinearWork
 from kernels_pallas.linear_attention.operands import ChunkedOperands, chunked
 
 KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
-_COSTS = {"triton": triton_costs, "mosaic_tpu": mosaic_tpu_costs}
 
 
 class _ChunkedSettings(NamedTuple):
@@ -46,7 +45,7 @@ def _costs(settings: _ChunkedSettings, operands: ChunkedOperands) -> dict[str, K
     heads = KERNELS[settings.implementation].HEADS_AXIS
     arrays = (jax.eval_shape(partial(jnp.moveaxis, source=heads, destination=2), x) for x in operands[:3:2])
     work = LinearWork.of(*arrays, operands.decay.shape[-1], is_delta=settings.is_delta)
-    return _COSTS[settings.implementation](work)
+    return COSTS[settings.implementation](work)
 
 
 @compiled_once(static=2)

@@ -66,12 +66,10 @@ def kernel_costs(implementation: str, query: Any, value: Any, chunk: int, *, is_
     Args:
       query, value: as an operation takes them, arrays or shapes and dtypes.
     """
-    work = LinearWork.of(query, value, chunk, is_delta=is_delta)
-    if implementation == "mosaic_tpu":
-        return KernelCosts(**mosaic_tpu_costs(work))
-    costs = triton_costs(work)
-    within, forward, *gradients = costs.values()
-    return KernelCosts(_sum(within, forward), _sum(within, *gradients))
+    costs = COSTS[implementation](LinearWork.of(query, value, chunk, is_delta=is_delta))
+    in_both = [costs.pop("within_chunks")] if "within_chunks" in costs else []
+    forward = costs.pop("forward")
+    return KernelCosts(_sum(*in_both, forward), _sum(*in_both, *costs.values()))
 
 
 def mosaic_tpu_costs(work: LinearWork) -> dict[str, KernelCost]:
@@ -158,6 +156,9 @@ def triton_costs(work: LinearWork) -> dict[str, KernelCost]:
             + 2 * states,
         ),
     }
+
+
+COSTS = {"triton": triton_costs, "mosaic_tpu": mosaic_tpu_costs}
 
 
 def inverse_products(implementation: str, chunk: int) -> int:

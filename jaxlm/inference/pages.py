@@ -327,30 +327,29 @@ class Pages:
     def _free_unread(self, holding: SequencePages) -> None:
         for group, table in zip(self._groups, holding.tables, strict=True):
             index = min(group.first_read(holding.tokens, self.size), len(table)) - 1
-            kept = self._kept(group, holding) if index >= 0 and table[index] else ()
             while index >= 0 and table[index]:
-                group.drop(table[index], is_passed=index not in kept)
+                group.drop(table[index], is_passed=not self._is_kept(group, holding, index))
                 table[index] = 0
                 self.returns += 1
                 index -= 1
 
-    def _kept(self, group: _Group, holding: SequencePages) -> set[int]:
-        """Return the pages of a sequence, by index, that texts read which go on from its end or from its branches."""
-        ends = {holding.published, *holding.branches}
-        return {page for n in ends for page in range(group.first_read(n * self.size, self.size), n)}
+    def _is_kept(self, group: _Group, holding: SequencePages, index: int) -> bool:
+        """Return whether texts that go on from a sequence's end, or from its branches, read its page of this index."""
+        ends = holding.published, *holding.branches
+        return any(group.first_read(end * self.size, self.size) <= index < end for end in ends)
 
     def _pass(self, holding: SequencePages) -> None:
-        """Let the pages go first that were kept for the end of a sequence, whose end is a page further now."""
+        """Let the page go first that was kept for the end of a sequence, whose end is a page further now."""
         for at, group in enumerate(self._groups):
-            if group.window is None:
+            index = group.first_read((holding.published - 1) * self.size, self.size)
+            if self._is_kept(group, holding, index):
                 continue
-            first, kept = group.first_read((holding.published - 1) * self.size, self.size), self._kept(group, holding)
-            prefix = holding.prefix.parent
-            for index in range(holding.published - 2, first - 1, -1):
-                if index not in kept and prefix.pages[at] in group.cached:
-                    del group.cached[prefix.pages[at]]
-                    group.passed[prefix.pages[at]] = None
+            prefix = holding.prefix
+            for _ in range(holding.published - 1 - index):
                 prefix = prefix.parent
+            if prefix.pages[at] in group.cached:
+                del group.cached[prefix.pages[at]]
+                group.passed[prefix.pages[at]] = None
 
     def _take(self, at: int) -> int:
         """Hold a free page of a group, or evict one."""

@@ -256,7 +256,7 @@ def check_drafts(work: Workload) -> None:
     if not work.drafts:
         return
     layouts = [page_layout(replace(work, model=model)) for model in work.models]
-    if any(entry.states is not None for layout in layouts for entry in layout.entries):
+    if any(layout.carries_states for layout in layouts):
         raise InputError(
             "drafts are taken back where they are wrong, which the state of a recurrent layer cannot; leave out "
             "inference.speculate for this model"

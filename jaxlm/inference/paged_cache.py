@@ -84,11 +84,16 @@ class PageLayout(NamedTuple):
             paged.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
         return cls(tuple(windows), tuple(paged), size)
 
+    @property
+    def carries_states(self) -> bool:
+        """True where a layer keeps states of sequences, each after the token read last."""
+        return any(entry.states is not None for entry in self.entries)
+
     def check_shared(self, layout: Layout, rules: Rules) -> None:
         """Raise InputError for states of sequences where a mesh shares out the rows of a prompt: each reads the state
         after the row before it."""
         over = rules.over("tiles")
-        if (parts := layout.over(over)) > 1 and any(entry.states is not None for entry in self.entries):
+        if (parts := layout.over(over)) > 1 and self.carries_states:
             raise InputError(
                 f"{describe_axes(over)} = {parts} shares out the rows of a prompt, which recurrent layers read in "
                 "order: set it to 1 for this model"

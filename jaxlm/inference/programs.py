@@ -113,7 +113,7 @@ class EnginePrograms:
         if self.page < TILE or self.page % TILE:
             raise InputError(f"a page of {self.page} tokens must be a multiple of {TILE}, which prompts are read by")
         self.layout.check_shared(Layout(self.mesh.shape), ENGINE)
-        if self.drafts and any(entry.states is not None for entry in self.layout.entries):
+        if self.drafts and self.layout.carries_states:
             raise InputError(
                 "speculation takes back the tokens that it has guessed wrongly, which the state of a recurrent layer "
                 "cannot; leave out --speculate for this model"

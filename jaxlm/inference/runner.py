@@ -421,8 +421,10 @@ class Runner:
             begins = {shape.decode, shape.runs - len(parts[-1][::TILE])}
             runs += [(shape, part, run) for run in begins for part in parts]
         # The state of a recurrent layer is that after the token read last: it is read up to there before each time.
-        widest = plain[-1]
-        before = [(widest, part, widest.decode) for part in of_prompts(widest, whole[:-1])]
+        before = []
+        if self.programs.layout.carries_states:
+            narrowest = next(shape for shape in plain if shape.tiles)
+            before = [(narrowest, part, narrowest.decode) for part in of_prompts(narrowest, whole[:-1])]
         for shape in plain:
             for run in {0, shape.decode - 1}:
                 runs += [*before, (shape, whole[-1:], run)]

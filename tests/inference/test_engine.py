@@ -166,11 +166,16 @@ def test_it_checks_itself(case):
     assert make(*case).check()
 
 
-def test_it_checks_itself_where_a_step_reads_one_tile_of_prompts():
-    """Also where the pages of each shard hold other texts."""
+def test_it_checks_itself_where_a_step_reads_one_tile_of_prompts(monkeypatch):
+    """Also where the pages of each shard hold other texts. Each shape reads the text at most twice, and its end twice:
+    what is before the end is read again for the states of recurrent layers alone."""
     engine = make(sizes=(2,), chunk_tokens=32)
     served(engine, requests(2, longest=40))
+    read, runner = [], engine.runner
+    read_rows = runner._read_rows
+    monkeypatch.setattr(runner, "_read_rows", lambda shape, batch: read.append(shape) or read_rows(shape, batch))
     assert engine.check()
+    assert len(read) <= 4 * len(set(read)) and {*runner.programs.shapes.all()} == {*read}
 
 
 def test_a_request_is_served_as_if_alone(engine):

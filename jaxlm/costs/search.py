@@ -18,7 +18,7 @@ from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.layer_loops import resolved
 from jaxlm.costs.plan import HEADROOM, Plan, plan
-from jaxlm.costs.plan_order import FASTEST, PlanOrder, divides_layers_over_network
+from jaxlm.costs.plan_order import FASTEST, TIE, PlanOrder, divides_layers_over_network
 from jaxlm.costs.stack import JAXLM, Stack
 from jaxlm.costs.stack_memory import least_memory, stack_memory
 from jaxlm.costs.timing.step_time import step_time
@@ -157,9 +157,12 @@ class _Search:
                 else:
                     left.append((self._least_value(first), layout, first))
         for least, layout, by_remat in sorted(left, key=lambda each: each[0]):
-            worth = len(self.found) < BEST or least <= self.found[BEST - 1]
-            looked[layout] = self._look(by_remat) if worth else _NOTHING
+            looked[layout] = self._look(by_remat) if self._may_be_among_best(least) else _NOTHING
         return looked
+
+    def _may_be_among_best(self, least: float) -> bool:
+        """Return whether a plan of at least this value may be among the `BEST`, where ties go to the simplest."""
+        return len(self.found) < BEST or least <= self.found[BEST - 1] * (1 + TIE)
 
     def _settings(self, layout: Layout) -> _Looked | list[list[Workload]]:
         """Return the variants of a layout by rematerialisation; what it needs or lacks where it has no plans."""
@@ -224,8 +227,9 @@ class _Search:
         they could be among the best without any bubble."""
         work = best.work
         computed = 1 - best.time.parts["pipeline bubble"].seconds / best.time.expected
-        is_among_best = len(self.found) < BEST or self.order.value(best) * computed <= self.found[BEST - 1]
-        if "rounds" in self.fixed or work.microbatches % work.stages or not is_among_best:
+        if "rounds" in self.fixed or work.microbatches % work.stages:
+            return
+        if not self._may_be_among_best(self.order.value(best) * computed):
             return
         most = work.model.num_layers // work.stages
         in_rounds = (work.with_execution(pipeline_rounds=2**n) for n in range(1, most.bit_length()))

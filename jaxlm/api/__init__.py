@@ -14,7 +14,7 @@ from jaxlm.api.model import LoadedModel
 from jaxlm.api.quantizing import quantize
 from jaxlm.api.serving import serve
 from jaxlm.core.addresses import place
-from jaxlm.core.errors import InputError
+from jaxlm.core.errors import InputError, refuse_single
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
@@ -57,6 +57,7 @@ def configure(
     from jaxlm.runs.locate import source_of
     from jaxlm.runs.source import load_experiment
 
+    refuse_single("overrides", overrides)
     if start_from is None:
         return experiments.load(config, overrides)
     return load_experiment(config, overrides, source_of(place(start_from)))
@@ -146,6 +147,7 @@ def load(
     from jaxlm.runs.locate import source_of
     from jaxlm.runs.served_adapter import adapter_of
 
+    refuse_single("overrides", overrides)
     source = source_of(place(run))
     name = None if adapter is None else place(adapter).name
     if name is not None and adapter is not None:
@@ -235,6 +237,7 @@ def compare(runs: Sequence[str | Path], picture: str | Path | None = None) -> "R
     """
     from jaxlm.runs.comparison import compare
 
+    refuse_single("runs", runs)
     return compare([place(run) for run in runs], None if picture is None else Path(picture))
 
 

@@ -4,10 +4,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlm.api.restored import Prompt, RestoredModel, is_conversation
-from jaxlm.core.errors import InputError
+from jaxlm.core.errors import InputError, refuse_single
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
@@ -143,10 +144,9 @@ class LoadedModel(RestoredModel):
         from jaxlm.inference.requests import fitting_tokens, sampled
         from jaxlm.inference.stop_strings import stops_that_are_tokens
 
-        if isinstance(prompts, str) or any(isinstance(each, (int, Mapping)) for each in prompts[:1]):
+        if isinstance(prompts, str | Mapping) or any(isinstance(each, Integral | Mapping) for each in prompts[:1]):
             raise InputError("prompts is a single prompt, and has to be a list of prompts: [prompt]")
-        if isinstance(stop, str):
-            raise InputError(f"stop = {stop!r} is a single string, and has to be a list of strings: [{stop!r}]")
+        refuse_single("stop", stop)
         encoded, limits = [self.encode(prompt) for prompt in prompts], [max_tokens or 0] * len(prompts)
         chats = [is_conversation(prompt) for prompt in prompts]
         if max_tokens is None:

@@ -4,6 +4,7 @@ import errno
 import re
 import sys
 import unicodedata
+from pathlib import PurePath
 
 from jaxlm.core.addresses import with_addresses
 
@@ -28,6 +29,13 @@ class InputError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(_one_line(message))
+
+
+def refuse_single(name: str, value: object) -> None:
+    """Raise InputError for one string or path where a list is due, which would be read letter by letter."""
+    if isinstance(value, str | PurePath):
+        one = str(value)
+        raise InputError(f"{name} = {one!r} is a single string, and has to be a list of strings: [{one!r}]")
 
 
 class RunFailed(RuntimeError):

@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import meshes
@@ -193,11 +194,19 @@ def test_a_text_has_the_form_that_is_asked_for(run, tmp_path, capsys):
         model.generate(["alpha"], json_schema={}, regex="a")
     with pytest.raises(InputError, match="json_schema is no JSON: Object of type set"):
         model.generate(["alpha"], json_schema={"enum": {1}})
-    for prompt in ("alpha", [1, 2], [{"role": "user", "content": "alpha"}]):
+    message = {"role": "user", "content": "alpha"}
+    for prompt in ("alpha", [1, 2], np.array([1, 2]), message, [message]):
         with pytest.raises(InputError, match="prompts is a single prompt"):
             model.generate(prompt)
     with pytest.raises(InputError, match=r"to be a list of strings: \['END'\]"):
         model.generate(["alpha"], stop="END")
+    for call, name in (
+        (partial(api.configure, "quickstart"), "overrides"),
+        (partial(api.load, run), "overrides"),
+        (api.compare, "runs"),
+    ):
+        with pytest.raises(InputError, match=rf"^{name} = 'a=1' is a single string"):
+            call("a=1")
 
 
 @pytest.mark.parametrize(

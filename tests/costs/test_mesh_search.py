@@ -96,3 +96,17 @@ def test_the_page_has_the_figures_of_its_picture():
         found = best_on(mesh, Workload("train", config.load(name).model, 512, 8192), Target.parse(chips))
         assert f"{100 * found.mfu:.1f} %" in page
     assert best_on(Layout(fsdp=1024), Workload("train", found.work.model, 512, 8192), Target.parse(chips)) is None
+
+
+def test_the_page_has_the_times_of_a_long_prompt():
+    page = " ".join((Path(__file__).parents[2] / "docs" / "parallelism.md").read_text().split())
+    found = []
+    for mesh in (Layout(), Layout(context=8), Layout(context=4, tensor=2), Layout(tensor=8)):
+        target = Target.parse(f"h200-sxm:{mesh.size}")
+        work = Workload("prefill", config.load("llama3.1-8b").model, 1, 131_072, layout=mesh)
+        found.append(plan(work.on(target.chip), target))
+    one, by_context, by_both, by_tensor = (each.time.expected for each in found)
+    assert f"in {one:.1f} s on one device, on 8 in {by_context:.1f} s with `context=8`, in {by_both:.1f} s" in page
+    assert f"with `context=4,tensor=2`, and in {by_tensor:.2f} s with `tensor=8`" in page
+    caches = "{:.0f}, {:.0f} and {:.0f} GiB".format(*(each.memory.kv_cache / 2**30 for each in found[1:]))
+    assert f"the caches there are {caches} on a device" in page

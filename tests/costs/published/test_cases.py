@@ -4,13 +4,17 @@ import itertools
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from jaxlm import config
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
+from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.published.accuracy import by, is_judged, large_misses
 from jaxlm.costs.published.cases import PUBLISHED, check, read
+from jaxlm.costs.workload import Workload
 
 ROWS = check(PUBLISHED)
 EXPRESSED = [row for row in ROWS if row.counted is not None]
@@ -55,6 +59,35 @@ def test_pipelines_and_context_are_counted_as_they_ran():
     assert by_id["mfu-maxtext-10t"].verdict == "inside"
     long = by_id["mfu-llama31-405b-16384-131072"]
     assert long.bracket[0] * 0.71 < long.case.published < long.bracket[1]  # 0.71: without scores that the mask hides
+
+
+def test_the_page_has_the_figures_of_single_runs():
+    page = " ".join((Path(__file__).parents[3] / "docs" / "ladder.md").read_text().split())
+    by_id = {row.case.id: row for row in ROWS}
+    interleaved, long, short, mixture, deepseek, hours = (
+        by_id[each]
+        for each in (
+            "llama3.1-405b-h100-512-interleaving",
+            "mfu-llama31-405b-16384-131072",
+            "mfu-llama31-405b-16384-8192",
+            "mfu-maxtext-10t",
+            "mfu-deepseek-v3",
+            "gpuh-deepseek-v3",
+        )
+    )
+    counted = flops(Workload("train", config.load("llama3.1-405b").model, 128, 131_072))
+    least, most = (each / 1e6 for each in hours.bracket)
+    for said in (
+        f"{interleaved.case.published} times as fast with interleaved stages: the count is {interleaved.predicted:.2f}",
+        f"counted at {long.predicted:.0f} with all scores of attention and at "
+        f"{long.predicted * counted.model_causal / counted.model:.0f} without those that the mask hides",
+        f"it is {short.case.published:.0f} and counted at {short.predicted:.0f}",
+        f"published at {mixture.case.published} % MFU and counted at {mixture.predicted:.1f} %",
+        f"agree to {abs(deepseek.error):.1%}".replace("%", " %"),
+        f"{hours.case.published / 1e6:.3f} M H800 hours",
+        f"counted as {hours.predicted / 1e6:.2f} M, in a bracket from {least:.2f} to {most:.2f} M",
+    ):
+        assert said in page
 
 
 def test_every_source_is_an_address_or_a_closed_form():

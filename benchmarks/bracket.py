@@ -78,9 +78,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - began)
         for name in arguments.settings:
             command = [sys.executable, __file__, "--worker", name]
-            worked = interleave.run_interleaved({name: command}, SETTINGS[name].steps, blocks=_BLOCKS)[name]
-            if worked.failed:
-                raise SystemExit(f"{name}: {worked.failed}")
+            worked = interleave.run_or_exit({name: command}, SETTINGS[name].steps, blocks=_BLOCKS)[name]
             blocks[name].append(statistics.median(worked.step_s))
     rows = {name: _row(SETTINGS[name].load(), chips, blocks[name]) for name in arguments.settings}
     for name, row in rows.items():

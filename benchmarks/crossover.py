@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from jaxlm import config
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import Plan
+from jaxlm.costs.plan_order import TIE
 from jaxlm.costs.search import best_on
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
@@ -26,7 +27,6 @@ BATCH, SEQUENCE = 512, 8192
 DEVICES = tuple(2**n for n in range(6, 13))
 # Axes by their color; the first alone, the others beside it.
 AXES = {"fsdp": "#22313f", "tensor": "#e4572e", "context": "#4c78a8", "expert": "#54a24b", "pipeline": "#f2a541"}
-TIE = 0.02  # curves that are nearer are one
 
 
 def meshes(axis: str, devices: int) -> Iterator[Layout]:
@@ -50,6 +50,7 @@ def fastest(axis: str, work: Workload, target: Target) -> Plan | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", type=Path)
+    picture = parser.parse_args().picture
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     panels = figure.subplots(len(MODELS), len(NETWORKS), sharex=True, sharey=True)
     for row, name in zip(panels, MODELS, strict=True):
@@ -76,7 +77,7 @@ def main() -> None:
     for row in panels:
         row[0].set_ylabel("MFU, %")
     figure.suptitle(f"One batch of {BATCH} × {SEQUENCE:,} tokens, the best mesh with each axis", fontsize=11)
-    figure.savefig(parser.parse_args().picture, dpi=110)
+    figure.savefig(picture, dpi=110)
 
 
 if __name__ == "__main__":

@@ -212,9 +212,7 @@ def measured(weights: dict[str, Path], rows: int, context: int, blocks: int, ste
     """Return the case of so many sequences: for each program its facts and its times. Exits where a program fails."""
     sizes = ["--rows", str(rows), "--context", str(context), "--worker"]
     commands = {name: [sys.executable, __file__, str(path), *sizes, name] for name, path in weights.items()}
-    worked = interleave.run_interleaved(commands, steps, blocks)
-    if failed := [f"{name}: {done.failed}" for name, done in worked.items() if done.failed]:
-        raise SystemExit("\n".join(failed))
+    worked = interleave.run_or_exit(commands, steps, blocks)
     own: dict[int, list[float]] = {}  # by bits, of the fastest
     for name, done in worked.items():
         bits = PROGRAMS[name].bits

@@ -61,9 +61,7 @@ def times(blocks: int) -> dict[str, Any]:
     cases = {}
     for length in LENGTHS:
         commands = {name: [sys.executable, __file__, "--worker", name, str(length)] for name in MODELS}
-        worked = interleave.run_interleaved(commands, STEPS, blocks)
-        if failed := [f"{name}: {done.failed}" for name, done in worked.items() if done.failed]:
-            raise SystemExit("\n".join(failed))
+        worked = interleave.run_or_exit(commands, STEPS, blocks)
         medians = {name: statistics.median(done.step_s) for name, done in worked.items()}
         pairs = zip(worked["hybrid"].step_s, worked["attention"].step_s, strict=True)
         cases[str(length)] = {

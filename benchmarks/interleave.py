@@ -62,6 +62,14 @@ def run_interleaved(commands: dict[str, list[str]], steps: int, blocks: int) -> 
     return {name: process.end() for name, process in processes.items()}
 
 
+def run_or_exit(commands: dict[str, list[str]], steps: int, blocks: int) -> dict[str, WorkerResult]:
+    """Return what `run_interleaved` does. Exits with the errors where workers fail."""
+    worked = run_interleaved(commands, steps, blocks)
+    if failed := [f"{name}: {done.failed}" for name, done in worked.items() if done.failed]:
+        raise SystemExit("\n".join(failed))
+    return worked
+
+
 def row(step_s: list[float], tokens: int, jaxlm_s: list[float] | None) -> dict[str, Any]:
     """Return one worker's figures for steps of `tokens` tokens, and jaxlm's time relative to them."""
     return {

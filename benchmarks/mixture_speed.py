@@ -175,9 +175,7 @@ def main() -> None:
         model = published(Path(folder))
         for case, workers in CASES.items():
             commands = {name: [sys.executable, __file__, "--worker", case, name, str(model)] for name in workers}
-            worked = interleave.run_interleaved(commands, STEPS[case], arguments.blocks)
-            if failed := [f"{name}: {done.failed}" for name, done in worked.items() if done.failed]:
-                raise SystemExit("\n".join(failed))
+            worked = interleave.run_or_exit(commands, STEPS[case], arguments.blocks)
             rows = {name: interleave.row(done.step_s, 1, worked["jaxlm"].step_s) for name, done in worked.items()}
             print(case)
             for name, row in rows.items():

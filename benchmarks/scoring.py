@@ -131,9 +131,7 @@ def main() -> None:
         for choices in (1, 4):
             options = [f"--{name}={value}" for name, value in (*sizes.items(), ("choices", choices))]
             commands = {name: [sys.executable, __file__, str(model), *options, f"--worker={name}"] for name in WORKERS}
-            worked = interleave.run_interleaved(commands, 1, arguments.blocks)
-            if failed := [f"{name}: {done.failed}" for name, done in worked.items() if done.failed]:
-                raise SystemExit("\n".join(failed))
+            worked = interleave.run_or_exit(commands, 1, arguments.blocks)
             case = {"choices": choices}
             for name, done in worked.items():
                 row = interleave.row(done.step_s, arguments.requests, worked["engine"].step_s)

@@ -45,9 +45,7 @@ def main() -> None:
 
     names = list(WORKERS) if importlib.util.find_spec("torch") else ["jaxlm"]
     command = [sys.executable, __file__, str(arguments.config), "--worker"]
-    worked = interleave.run_interleaved({name: [*command, name] for name in names}, arguments.steps, arguments.blocks)
-    if failed := [f"{name}: {done.failed}" for name, done in worked.items() if done.failed]:
-        raise SystemExit("\n".join(failed))
+    worked = interleave.run_or_exit({name: [*command, name] for name in names}, arguments.steps, arguments.blocks)
     training = configuration.load(arguments.config).training
     tokens, jaxlm_s = training.batch * training.sequence, worked["jaxlm"].step_s
     rows = {name: interleave.row(done.step_s, tokens, jaxlm_s) for name, done in worked.items()}

@@ -91,10 +91,8 @@ def trained(work: Workload) -> Memory:
 
 def updated(work: Workload) -> Memory:
     """Return the memory at the update of a training step: that of all parameters, whatever the layers keep."""
-    numbers, itemsize = _numbers(work), work.itemsize
-    weights = 4 * numbers.trainable + _working(work) + itemsize * numbers.base + numbers.quantized_bytes
-    gradients = _sums(work, numbers.of_gradients) or itemsize * numbers.of_gradients
-    return Memory(weights, gradients, trained(work).optimizer, 0, 0, 0)
+    numbers = _numbers(work).of_gradients
+    return trained(work)._replace(gradients=_sums(work, numbers) or work.itemsize * numbers)
 
 
 def _numbers(work: Workload) -> _Numbers:

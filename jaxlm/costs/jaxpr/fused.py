@@ -14,10 +14,10 @@ from jax.extend.core.primitives import scan_p
 
 from jaxlm.costs.jaxpr.cost import Phase
 from jaxlm.costs.jaxpr.count import phase_of
-from jaxlm.costs.jaxpr.primitives import equation_cost
+from jaxlm.costs.jaxpr.primitives import KNOWN, equation_cost
 
 _PARTS = {"slice", "dynamic_slice", "gather"}
-_WHOLE = {"sort", "top_k", "approx_top_k", "scan", "while", "cond", "custom_linear_solve"}
+_WHOLE = {"sort", "top_k", "approx_top_k"}
 
 
 class _JaxprValue(NamedTuple):
@@ -53,7 +53,8 @@ class _FlatEquation(NamedTuple):
 
 
 def fused_bytes(jaxpr: Jaxpr, phase: Phase = "forward") -> Counter[Phase]:
-    """Return the bytes by phase. `phase`: that of the whole, which its parts may leave."""
+    """Return the bytes by phase. `phase`: that of the whole, which its parts may leave. Raises ValueError for branches
+    and for loops of unknown length."""
     program = _FlatEquations()
     operands = [program.value(x) for x in (*jaxpr.constvars, *jaxpr.invars)]
     results = program.add(jaxpr, operands, phase)
@@ -120,13 +121,17 @@ class _FlatEquations:
             return None if isinstance(variable, Literal) else values[variable]
 
         for eqn in jaxpr.eqns:
-            here, inner = phase_of(eqn, phase), list(jaxprs_in_params(eqn.params))
+            here, name = phase_of(eqn, phase), eqn.primitive.name
+            inner = [] if name in KNOWN else list(jaxprs_in_params(eqn.params))
             operands_of_eqn = [value_of(x) for x in eqn.invars]
-            if len(inner) == 1 and eqn.primitive is not scan_p and len(inner[0].invars) == len(operands_of_eqn):
+            is_scan = eqn.primitive is scan_p
+            if inner and not is_scan and (len(inner) > 1 or len(inner[0].invars) != len(operands_of_eqn)):
+                raise ValueError(f"{name} moves bytes that depend on what it is given")
+            if inner and not is_scan:
                 results = self.add(inner[0], operands_of_eqn, here)
             else:
                 results = [self.value(x) for x in eqn.outvars]
-                moved = _of_trips(eqn, inner[0], here) if eqn.primitive is scan_p else None
+                moved = _of_trips(eqn, inner[0], here) if is_scan else None
                 self.steps.append(
                     _FlatEquation(eqn, here, tuple(x for x in operands_of_eqn if x), tuple(results), moved)
                 )

@@ -37,9 +37,6 @@ class Reason(NamedTuple):
     seconds: float
     share: float
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.share:.0%}"
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -110,6 +107,7 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
         read = _on_device(draft_reading(work), target, stack, draws=False)
         drafting = [read, *[_on_device(draft_drawing(work), target, stack)] * work.drafts]
         parts, runs = {**parts, "draft model": _of_draft_model(drafting)}, [step, *drafting]
+        exposed_bytes += sum(run.exposed_bytes for run in drafting)
     busy, kernels = sum(part.seconds for part in parts.values()), sum(run.kernels for run in runs)
     if (idle := _host_seconds(work, sustained(target.chip), stack, kernels, busy)) > 0:
         parts = {**parts, "host": Part(idle, 0.0, 0.3 * idle)}

@@ -24,6 +24,10 @@ CASES = {
     "a chain": (lambda x, y: jnp.exp(x * y) + x, 3 * MATRIX),
     "two results": (lambda x, y: (x + y, x * y), 6 * MATRIX),
     "a sum between": (lambda x, y: x - jnp.sum(x * y, axis=0, keepdims=True), 2 * MATRIX + ROW + 2 * MATRIX + ROW),
+    "a sum by a function": (
+        lambda x, y: jax.lax.reduce(x * y, 0.0, lambda a, b: a * b + a, (0,)),
+        2 * MATRIX + ROW,
+    ),
     "a product of what is computed": (lambda x, y: (x + 1) @ y, 2 * MATRIX + 3 * MATRIX),
     "a product of what is transposed": (lambda x, y: jnp.exp(x.T @ y), 3 * MATRIX + 2 * MATRIX),
     "a part": (lambda x, y: x[:2] * y[2:4], 3 * 2 * ROW),
@@ -36,6 +40,13 @@ CASES = {
 def test_each_kernel_reads_what_it_needs_once(name):
     function, expected = CASES[name]
     assert moved(function, (N, N), (N, N)) == {"forward": expected}
+
+
+def test_what_moves_an_unknown_number_of_bytes_is_refused():
+    with pytest.raises(ValueError, match="^cond moves bytes that depend on"):
+        moved(lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), (N,))
+    with pytest.raises(ValueError, match="^while moves"):
+        moved(lambda x: jax.lax.while_loop(lambda x: x[0] > 0, jnp.cos, x), (N,))
 
 
 def test_bytes_have_the_phase_of_what_is_computed():

@@ -113,7 +113,7 @@ def load(
     if "import" in overridden(overrides):
         raise InputError("import names plug-ins in a file; here give --import MODULE")
     values["import"] = [*dict.fromkeys(map(str, (*plugged, *plugins.of_command())))]
-    _refuse_sizes_of_training(overridden(overrides), kind)
+    _refuse_other_sizes(overridden(overrides), kind)
     _leave_other_kinds(values, file, set(overridden(overrides)))
     values = without_none(values, [Experiment])
     _leave_other_length(values, {key for key, value in _overridden(overrides).items() if value != NONE})
@@ -530,13 +530,19 @@ def _check_new_tokenizer(experiment: Experiment) -> None:
         )
 
 
-def _refuse_sizes_of_training(keys: Iterable[str], kind: Kind | None) -> None:
-    """Raise InputError for an override of a size in [training] where a step of inference has its own."""
-    if kind in ("prefill", "decode"):
-        present = dict(zip(SIZE_KEYS["train"], SIZE_KEYS[kind], strict=True))
-        if moved := [key for key in keys if key in present]:
-            said = "; ".join(f"{key} is a size of training: for {kind} set {present[key]}" for key in moved)
-            raise InputError(said)
+def _refuse_other_sizes(keys: Iterable[str], kind: Kind | None) -> None:
+    """Raise InputError for an override of a size that a step of inference does not have: one in [training], or the
+    other workload's tokens of a sequence alone."""
+    if kind not in ("prefill", "decode"):
+        return
+    given, tokens = set(keys), SIZE_KEYS[kind][1]
+    others = {key: ("training", mine) for key, mine in zip(SIZE_KEYS["train"], SIZE_KEYS[kind], strict=True)}
+    if tokens not in given:
+        other: Kind = "decode" if kind == "prefill" else "prefill"
+        others[SIZE_KEYS[other][1]] = other, tokens
+    wrong = [f"{key} is a size of {of}: for {kind} set {mine}" for key, (of, mine) in others.items() if key in given]
+    if wrong:
+        raise InputError("; ".join(wrong))
 
 
 def _found(name: str | Path, folder: Path = Path()) -> tuple[Path, bool]:

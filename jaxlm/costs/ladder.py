@@ -80,8 +80,8 @@ def say_counted(counted: Counted) -> str:
 
 
 def say_replicated(*works: Workload) -> str | None:
-    """Return a line that says that several devices compute and keep the same key/value heads, or None if none do: in
-    one step, or in one on each of several meshes."""
+    """Return a line that says that several devices compute and keep the same key/value heads, or groups of Mamba-2;
+    None if none do: in one step, or in one on each of several meshes."""
     replicated = [(work, heads) for work in works if (heads := replicated_kv_heads(work))]
     if not replicated:
         return None
@@ -90,9 +90,13 @@ def say_replicated(*works: Workload) -> str | None:
     shards = sorted({work.layout.over(axes) for work, _ in replicated})
     heads = sorted({number for _, numbers in replicated for number in numbers})
     does = "does" if len(shards) == 1 else "do"
+    fields = {"num_kv_heads": "key/value heads", "num_groups": "groups"}  # of attention, of Mamba-2
+    layers = works[0].model.layers
+    names = [name for key, name in fields.items() if any(getattr(each.attention, key, 0) in heads for each in layers)]
+    named = " or ".join(name.removesuffix("s") if heads == [1] else name for name in names or ["key/value heads"])
     return (
         f"{describe_axes(used)} = {' or '.join(map(str, shards))} {does} not divide {' or '.join(map(str, heads))} "
-        "key/value heads: several devices compute and keep the same ones"
+        f"{named}: several devices compute and keep the same ones"
     )
 
 

@@ -25,7 +25,7 @@ from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import over_slices
 
 # The share of a device's memory that a plan had better leave free. The count is within 5 % of the compiler's own, or
-# above it, in 76 of 80 compiled programs, and 18 % below it at worst (docs/memory.md). The driver, the CUDA context and
+# above it, in 79 of 89 compiled programs, and 18 % below it at worst (docs/memory.md). The driver, the CUDA context and
 # NCCL's buffers, which are not counted, take memory of a GPU as well.
 HEADROOM = 0.1
 

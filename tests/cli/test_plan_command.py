@@ -93,11 +93,15 @@ def test_inference(capsys, workload):
 
 
 def test_a_plan_says_the_state_of_a_sequence(capsys):
-    """Mamba-2 2.7B: 64 layers of 80 float32 states of 64 × 128, and 3 tokens before of 5,376 channels in bfloat16."""
-    said = " ".join(plan(capsys, "--on", "h100-sxm5:1", "--workload", "decode", model="mamba2-2.7b").split())
+    """Mamba-2 2.7B: 64 layers of 80 float32 states of 64 × 128, and 3 tokens before of 5,376 channels in bfloat16. Both
+    devices of tensor have the one group."""
+    mesh = "--on", "h100-sxm5:2", "--mesh", "tensor=2", "--workload", "decode"
+    assert main(["plan", str(MODELS / "mamba2-2.7b.toml"), *mesh]) == 0
+    said, errors = (" ".join(text.split()) for text in capsys.readouterr())
+    assert errors == "jaxlm: mesh.tensor = 2 does not divide 1 group: several devices compute and keep the same ones"
     state = 64 * (4 * 80 * 64 * 128 + 2 * 3 * 5376)
     assert f"each sequence a state of {units.size(state)}, in up to three pages" in said
-    assert "memory, states 30.53 GiB" in said and "bytes of cache" not in said
+    assert "memory, states 15.27 GiB" in said and "bytes of cache" not in said
 
 
 @pytest.mark.parametrize(
@@ -401,6 +405,14 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
             "training: for decode set inference.length",
         ),
         (["--on", "h200-sxm", "--workload", "prefill", "training.sequence=8"], "for prefill set inference.prompt"),
+        (
+            ["--on", "h200-sxm", "--workload", "prefill", "inference.length=8"],
+            "inference.length is a size of decode: for prefill set inference.prompt",
+        ),
+        (
+            ["--on", "h200-sxm", "--workload", "decode", "inference.prompt=8"],
+            "inference.prompt is a size of prefill: for decode set inference.length",
+        ),
         (
             ["--on", "h200-sxm", "--workload", "decode", "inference.length=200000"],
             "inference.length = 200000 is longer",

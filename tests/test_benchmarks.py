@@ -166,6 +166,22 @@ def test_the_small_hybrid_learns_more_than_attention_of_its_size():
     assert said.groups() == tuple(f"{ratio:.2f}" for ratio in ratios) and times["tokens"] == hybrid.TOKENS
 
 
+def test_the_page_has_what_was_recorded_of_mixtures():
+    folder, told = BENCHMARKS / "results" / "cpu-avx512-2-cores", (BENCHMARKS / "README.md").read_text()
+    learned, speed = (json.loads((folder / f"{name}.json").read_text()) for name in ("mixture", "mixture_speed"))
+    losses = {
+        name: [row["held_out_loss"] for row in learned["rows"] if row["model"] == name] for name in ("mixture", "dense")
+    }
+    said = [f"{min(each):.3f} to {max(each):.3f}" for each in losses.values()]
+    said.append(f"**{learned['gap']:.3f} lower**, where seeds are {learned['spread']:.3f} apart")
+    one, eight, prompt, training = speed["cases"].values()
+    beside = [each["transformers"]["jaxlm_over_this"] for each in (one, eight, prompt, training)]
+    said.append("{:.2f} of its time for one sequence and {:.2f} for eight".format(*beside[:2]))
+    said.append("a prompt of 1,024 tokens {:.2f}, and a training step {:.2f}".format(*beside[2:]))
+    said.append(f"that step takes {training['dense']['jaxlm_over_this']:.2f} of a dense model's")
+    assert [each for each in said if each not in " ".join(told.split())] == []
+
+
 def test_an_h200_has_its_peak():
     import train_gpu
 

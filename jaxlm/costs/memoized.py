@@ -10,7 +10,7 @@ def memoized_in(answers: str) -> Callable[[Callable], Callable]:
     have as their attribute `answers`, which several objects may share."""
 
     def decorate(method: Callable) -> Callable:
-        name = method.__name__
+        name = f"{method.__module__}.{method.__qualname__}"  # functions of several modules share a dictionary
 
         @functools.wraps(method)
         def memoized_method(self: Any, *arguments: Any) -> Any:

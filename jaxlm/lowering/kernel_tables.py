@@ -10,8 +10,6 @@ from jaxlm.lowering.sass import HotLoop, cycles, supports
 # How rows of matrix products begin, most of whose reads hit the caches. Few rows wait for a quantised matrix.
 CACHED = ("matmul", "grouped_matmul", "flash_attention", "quantized_matmul | triton | 4096 ×")
 CACHED += ("quantized_grouped_matmul | triton | 4096 ×",)
-# Those, and linear attention, whose states come from memory.
-MULTIPLYING = (*CACHED, "gated_delta_rule", "state_space")
 
 
 def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:

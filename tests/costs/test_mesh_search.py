@@ -49,7 +49,10 @@ def test_a_search_finds_the_best_of_all_meshes_and_settings(name, chips, batch, 
 
 @pytest.mark.parametrize(
     ("name", "batch", "sequence", "best"),
-    [("mixtral-8x7b", 64, 4096, 10), ("qwen3-0.6b", 512, 2048, 3)],  # the latter has a simpler plan in a tie
+    [
+        pytest.param("mixtral-8x7b", 64, 4096, 10, marks=pytest.mark.exhaustive),
+        ("qwen3-0.6b", 512, 2048, 3),  # of those nearly as fast as the fastest, a simpler one is first
+    ],
 )
 def test_what_a_search_leaves_out_is_not_among_the_best(monkeypatch, name, batch, sequence, best):
     """It leaves out meshes that are slower with all activations kept in one microbatch than the best in any way, by

@@ -149,7 +149,8 @@ def _slow(chip, outcomes):
         assert len(outcome.kernels) > 1 or row.implementation == "mosaic_gpu", row
         if row.case.dtypes[0] == "float32":
             continue
-        multiplies = str(row).startswith(kernel_tables.MULTIPLYING)
+        # Linear attention multiplies too, states that come from memory.
+        multiplies = str(row).startswith((*kernel_tables.CACHED, "gated_delta_rule", "state_space"))
         for kernel in outcome.kernels:
             where = f"{row}: {kernel}"
             if row.operation.name == "paged_attention" and not kernel.name.startswith("paged_attention"):

@@ -17,18 +17,28 @@ from kernels_pallas.core.measured import CallClass
 from kernels_pallas.core.target import TargetChip
 from kernels_pallas.linear_attention import reference, triton, xla
 from kernels_pallas.linear_attention.chunked import KERNELS, by_kernel
-from kernels_pallas.linear_attention.costs import inverse_products, kernel_costs, kernel_workspace
+from kernels_pallas.linear_attention.costs import (
+    ChunkProducts,
+    chunk_products,
+    inverse_products,
+    kernel_costs,
+    kernel_workspace,
+    products_again,
+)
 
 __all__ = [
     "CHUNK",
     "CPU_CHUNK",
+    "ChunkProducts",
     "chunk_of",
+    "chunk_products",
     "costs",
     "gated_delta_rule",
     "inverse_products",
     "kernel_costs",
     "kernel_of",
     "kernel_workspace",
+    "products_again",
     "state_space",
 ]
 

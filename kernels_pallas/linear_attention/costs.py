@@ -161,6 +161,29 @@ def triton_costs(work: LinearWork) -> dict[str, KernelCost]:
 COSTS = {"triton": triton_costs, "mosaic_tpu": mosaic_tpu_costs}
 
 
+class ChunkProducts(NamedTuple):
+    """Numbers of products of a chunk: of queries or keys with keys, of what tokens read of one another's values, of
+    queries or keys with a state, and of keys with values, which update a state."""
+
+    of_keys: int
+    of_tokens: int
+    of_state: int
+    updates: int
+
+
+def chunk_products(is_delta: bool) -> ChunkProducts:
+    """Return the products of the forward pass, without those of the delta rule's inverse."""
+    reads = 2 if is_delta else 1
+    return ChunkProducts(reads, reads, reads, 1)
+
+
+def products_again(implementation: str, is_delta: bool) -> ChunkProducts:
+    """Return those that the backward pass computes besides the gradients of the forward pass's products."""
+    if implementation == "mosaic_tpu":
+        return chunk_products(is_delta)
+    return ChunkProducts(3, 3, 3, 0) if is_delta else ChunkProducts(1, 0, 1, 0)  # each kernel what it reads
+
+
 def inverse_products(implementation: str, chunk: int) -> int:
     """Return the products of matrices of a chunk that make the inverse of the delta rule's system."""
     least = 2 if implementation == "mosaic_tpu" else BLOCK

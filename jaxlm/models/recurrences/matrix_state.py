@@ -12,7 +12,16 @@ from jaxlm.models.doors.cost import DoorProduct, Product
 from jaxlm.models.doors.scan import ChunkRows, Operation, Recurrence, ScanKernel, ScanOperation, States, TokenArray
 from jaxlm.models.logical_axes import HEAD_STATE, HEADS
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.linear_attention import chunk_of, inverse_products, kernel_costs, kernel_of, kernel_workspace
+from kernels_pallas.linear_attention import (
+    ChunkProducts,
+    chunk_of,
+    chunk_products,
+    inverse_products,
+    kernel_costs,
+    kernel_of,
+    kernel_workspace,
+    products_again,
+)
 
 _SLOT = "matrix"
 
@@ -46,23 +55,19 @@ def _kernel(name: str, chip: TargetChip, arrays: Sequence[jax.ShapeDtypeStruct],
         return None
     (B, T, _, H), (N, V), C, is_delta = query.shape, value.shape[2:], chunk, name == "gated_delta_rule"
     batch = B * N * math.ceil(T / C)
-    of_keys, of_state = Product(batch, C, H, C), Product(batch, C, H, V)
-    of_tokens, of_update = Product(batch, C, C, V), Product(batch, H, C, V)
-    # What queries and keys see of keys and of the state; what tokens read of one another, solve, and leave.
-    reads = 2 if is_delta else 1
-    products = [*[of_keys, of_state] * reads, *[of_tokens] * reads, of_update]
-    gradients = [DoorProduct(each, 0) for each in products]
+    shapes = Product(batch, C, H, C), Product(batch, C, C, V), Product(batch, C, H, V), Product(batch, H, C, V)
+
+    def every(numbers: ChunkProducts) -> list[DoorProduct]:
+        return [DoorProduct(each, 0) for each, times in zip(shapes, numbers, strict=True) for _ in range(times)]
+
     steps = inverse_products(kernel, C) if is_delta else 0
     inverse = [DoorProduct(Product(batch * steps, C, C, C), 0, gradients=(False, False))] * is_delta
-    again = products
-    if kernel == "triton":  # several kernels compute what they read: see `kernels_pallas.linear_attention.triton`
-        again = [*[of_keys] * 3, *[of_tokens] * 3, *[of_state] * 3] if is_delta else [of_keys, of_state]
     how = {"is_delta": is_delta}
     return ScanKernel(
         kernel,
         kernel_costs(kernel, query, value, chunk, **how),
-        (*gradients, *inverse),
-        (*(DoorProduct(each, 0) for each in again), *inverse),
+        (*every(chunk_products(is_delta)), *inverse),
+        (*every(products_again(kernel, is_delta)), *inverse),
         kernel_workspace(kernel, query, value, chunk, **how),
     )
 

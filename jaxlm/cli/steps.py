@@ -71,15 +71,18 @@ def require(command: str, arguments: argparse.Namespace) -> None:
 
 
 def load(arguments: argparse.Namespace) -> "Experiment":
-    """Return the experiment with its overrides. Raises InputError, also if --mesh and an override both set the mesh."""
+    """Return the experiment with its overrides. Raises InputError, also if an override sets a mesh that
+    --mesh sets, or the search for deployments."""
     from jaxlm import config
 
     kind = "decode" if arguments.workload == "serve" else arguments.workload
     overrides = [*arguments.overrides, *_widths(arguments), *_of_engine(arguments)]
     experiment = config.load(arguments.config, overrides, kind)
-    twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
-    if arguments.mesh is not None and twice:
-        raise InputError(f"--mesh {arguments.mesh} sets the whole mesh; leave out {twice[0]}, or --mesh")
+    of_mesh = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
+    if of_mesh and arguments.workload == "serve":
+        raise InputError(f"--workload serve chooses tensor and replicas itself: leave out {of_mesh[0]}")
+    if of_mesh and arguments.mesh is not None:
+        raise InputError(f"--mesh {arguments.mesh} sets the whole mesh; leave out {of_mesh[0]}, or --mesh")
     return experiment
 
 

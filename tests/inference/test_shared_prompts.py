@@ -128,9 +128,10 @@ def test_states_are_not_shared_out():
     refused = r"^mesh\.context = 2 shares out the rows of a prompt, which recurrent layers read in order: set it to 1"
     with pytest.raises(InputError, match=refused):
         EnginePrograms.of(recurrent, meshes.make(context=2), jnp.dtype("float32"), SETTINGS)
-    work = workload("prefill", recurrent, 2, PROMPT, layout=meshes.layout(context=2))
-    with pytest.raises(InputError, match=refused):
-        collectives(work)
+    for kind in ("decode", "prefill"):
+        work = workload(kind, recurrent, 2, PROMPT, layout=meshes.layout(context=2))
+        with pytest.raises(InputError, match=refused):
+            collectives(work)
     assert not [layout for layout in layouts(work, 2) if layout["context"] > 1]
 
 

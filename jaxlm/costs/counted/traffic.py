@@ -55,9 +55,10 @@ def _rows_of_prompts(work: Workload) -> Iterator[Collective]:
     """Yield what devices that share out the rows of prompts send one another: what each layer keeps of the rows, for
     the pages that all have, and the rows after which tokens are drawn."""
     over, shape = work.several(work.rules.over("tiles")), work.engine_steps.shape
+    if over:
+        cache.page_layout(work).check_shared(work.layout, work.rules)
     if not over or not shape.tiles:
         return
-    cache.page_layout(work).check_shared(work.layout, work.rules)
     for layers, kept in cache.entry_bytes(work):
         yield Collective("all-gather", over, work.passes * layers, shape.tiles * shape.tile * kept, PAGES)
     yield Collective("all-reduce", over, work.passes, 4 * work.draws() * work.model.d_model, DRAWS)

@@ -273,7 +273,7 @@ def check_drafts(work: Workload) -> None:
     if work.sequence > context:
         raise InputError(f"the draft model has a context of {context:,} tokens, and sequences have {work.sequence:,}")
     if not config.may_serve(work.layout, work.draft_model.model):
-        raise InputError(f"the mesh {work.layout} does not divide the query heads of the draft model")
+        raise InputError(f"the mesh {work.layout} does not divide the query heads or the experts of the draft model")
     kv_cache(work)  # refuses windows without pages
 
 

@@ -15,7 +15,8 @@ from jaxlm.costs.memoized import memoized_in
 
 
 class Reused(NamedTuple):
-    """Bytes of arrays that lie where parameters lay that were copied: until the loss, and in the backward pass."""
+    """Bytes of temporary arrays in the memory of parameters that were copied: up to the loss, and in the backward
+    pass."""
 
     until_loss: int
     backward: int
@@ -64,10 +65,10 @@ def _laid_out_in_loops(
 
 
 def reused(device: DeviceStep, copies: Mapping[str, int], gradients: Collection[str]) -> Reused:
-    """Return the bytes of arrays that lie where parameters lay that were copied: a step writes their memory at its end.
+    """Return the bytes of temporary arrays in the memory of parameters that were copied, `copies` by path.
 
-    Each copy takes the place of what was copied before it, where it is no larger. In the backward pass of a loop over
-    layers their gradients, of the same sizes, lie there.
+    A step writes new parameters there only at its end. Each copy takes the place of what was copied before it, where it
+    is no larger. In the backward pass of a loop over layers their gradients, of the same sizes, lie there.
     """
     work = device.work
     if work.dtype == "float32":  # the masters, which the update reads

@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from jaxlm.core import bundled
 from jaxlm.core.errors import InputError
@@ -40,6 +40,14 @@ Of = Literal[
 ]  # fmt: skip
 
 
+def _mesh_axis(axis: str) -> str:
+    Layout({axis: 1})  # raises ValueError for an axis that no mesh has
+    return axis
+
+
+_MeshAxis = Annotated[str, AfterValidator(_mesh_axis)]
+
+
 class CaseStepConfig(Section):
     """The workload of a case without its model. `whole_over`: mesh axes over which parameters are copied, as Megatron's
     context parallelism has them, in place of sharded."""
@@ -54,8 +62,8 @@ class CaseStepConfig(Section):
     kernels: Kernels = "xla"
     scan_layers: bool = False
     context_parallel: ContextParallel = "auto"
-    mesh: dict[str, PositiveInt] = Field(default_factory=dict)
-    whole_over: tuple[str, ...] = ()
+    mesh: dict[_MeshAxis, PositiveInt] = Field(default_factory=dict)
+    whole_over: tuple[_MeshAxis, ...] = ()
 
 
 class PublishedCase(Section):

@@ -155,6 +155,8 @@ def test_a_file_that_is_not_there_or_not_one_of_cases(tmp_path):
         "[[case]]\nid = 'a'": "of: field required",
         f"[[case]]\n{case}": "needs figure or not_expressed",
         f"[[case]]\n{case}figure = 'mfu'": "one number is published",
+        f"[[case]]\n{case}step.whole_over = ['cp']": r"step\.whole_over.*there is no mesh axis cp; the axes are",
+        f"[[case]]\n{case}step.mesh.cp = 2": r"step\.mesh.*there is no mesh axis cp; the axes are",
         f"[[case]]\n{case}figure = 'mfu'\npublished = 1.0\ntolerance = 0.1": "because is missing",
     }
     for text, says in wrong.items():

@@ -124,7 +124,10 @@ def load(
         hint = "" if has_model else "; jaxlm config --example prints a whole file"
         if is_record and any(one["type"] == "union_tag_invalid" for one in error.errors()):
             hint = "; where a plug-in registers it, give that: --import MODULE"
-        raise InputError(f"{path}: {explain(error, Experiment, values, filled)}{hint}") from None
+        given = set(overridden(overrides))
+        in_file = not all(".".join(map(str, one["loc"])) in given for one in error.errors())
+        said = f"{explain(error, Experiment, values, filled)}{hint}"
+        raise InputError(f"{path}: {said}" if in_file else said) from None
     _check(experiment, kind)
     if not is_run or "inference.context" in overridden(overrides):  # earlier versions took the model's in its place
         _check_context(experiment)

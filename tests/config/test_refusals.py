@@ -92,7 +92,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("execution.remat=some", ["execution.remat", "some", "none", "full", "query"]),
         ("execution.remat=['query', 'norm']", ["execution.remat", "norm", "attention"]),
         ("execution.remat=['up', 'gate']", ["execution.remat keeps gate,", "query, key, value, attention, up"]),
-        ("training=5", [": training must be a section, [training]"]),
+        ("training=5", ["training must be a section, [training]"]),
         ("execution.scan_layers=maybe", ["execution.scan_layers = 'maybe' must be true, false or 'auto'"]),
         ("execution.deterministic=maybe", ["execution.deterministic = 'maybe' must be true or false"]),
         ("execution.compiler_options=5", ["must be a table, [execution.compiler_options]"]),
@@ -188,6 +188,13 @@ def test_a_key_of_two_lines_is_refused_in_one():
 def test_a_refusal_says_what_is_wrong_and_what_would_be_right(override, says):
     said = refusal(override)
     assert not [part for part in says if part not in said], said
+
+
+def test_a_refusal_names_the_file_unless_the_command_line_gave_the_key(tmp_path):
+    path = write(tmp_path / "mine.toml", "[evaluation]\nevery = 0\n")
+    said = "evaluation.every = 0: input should be greater than 0"
+    assert said in refusal(path=path) and str(path) in refusal(path=path)
+    assert refusal("evaluation.every=0").startswith(said)
 
 
 SIZES = {"vocab_size": 300, "context_length": 64, "num_layers": 2, "d_model": 96, "attention": {"num_heads": 4}}

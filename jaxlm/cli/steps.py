@@ -72,14 +72,20 @@ def require(command: str, arguments: argparse.Namespace) -> None:
 
 def load(arguments: argparse.Namespace) -> "Experiment":
     """Return the experiment with its overrides. Raises InputError, also if an override sets a mesh that
-    --mesh sets, or the search for deployments."""
+    --mesh sets, or what the search for deployments chooses or takes from other options."""
     from jaxlm import config
 
-    kind = "decode" if arguments.workload == "serve" else arguments.workload
+    is_serve = arguments.workload == "serve"
+    kind = "decode" if is_serve else arguments.workload
+    of_request = {config.SIZE_KEYS[each][1] for each in ("prefill", "decode")}
+    if is_serve and (wrong := of_request.intersection(config.overridden(arguments.overrides))):
+        raise InputError(
+            f"--workload serve takes the tokens of a request from --prompt and --output: leave out {min(wrong)}"
+        )
     overrides = [*arguments.overrides, *_widths(arguments), *_of_engine(arguments)]
     experiment = config.load(arguments.config, overrides, kind)
     of_mesh = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
-    if of_mesh and arguments.workload == "serve":
+    if of_mesh and is_serve:
         raise InputError(f"--workload serve chooses tensor and replicas itself: leave out {of_mesh[0]}")
     if of_mesh and arguments.mesh is not None:
         raise InputError(f"--mesh {arguments.mesh} sets the whole mesh; leave out {of_mesh[0]}, or --mesh")

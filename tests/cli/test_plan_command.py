@@ -365,6 +365,14 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
             ["--on", "h200-sxm:8", "--workload", "serve", "--prompt", "9", "--output", "9", "mesh.context=2"],
             "--workload serve chooses tensor and replicas itself: leave out mesh.context",
         ),
+        (
+            ["--on", "h200-sxm:8", "--workload", "serve", "--prompt", "9", "--output", "9", "inference.prompt=9"],
+            "takes the tokens of a request from --prompt and --output: leave out inference.prompt",
+        ),
+        (
+            ["--on", "h200-sxm:8", "--workload", "serve", "--prompt", "9", "--output", "9", "inference.length=9"],
+            "takes the tokens of a request from --prompt and --output: leave out inference.length",
+        ),
         (["--on", "h200-sxm:8", "--deadline", "soon"], "'soon' must be a time such as 500ms, 12h or 30d"),
         (
             ["--on", "h200-sxm:8", "training.steps=1000000", "training.batch=64", "--deadline", "1d", "--budget", "9"],

@@ -88,6 +88,7 @@ def costs(work: Workload) -> list[JaxprCost]:
     """Return the cost of each step of a workload on one device of its platform, with as many tiles of experts' rows as
     there may be."""
     programs, cache = _programs(work)
+    layout = programs.layout._replace(row_by_row=work.platform == "cpu")
     pages = programs.abstract_pages(cache)
     upcoming, valid = NextTokens.empty(work.batch + 1), np.ones(work.model.vocab_size, bool)
     mesh = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES), abstract_device=CHIPS[work.platform])
@@ -95,7 +96,7 @@ def costs(work: Workload) -> list[JaxprCost]:
         return [
             count(
                 lambda parameters, *operands, shape=shape: ragged_step(
-                    programs.weights.module(parameters), programs.layout, shape, *operands
+                    programs.weights.module(parameters), layout, shape, *operands
                 ),
                 programs.abstract_parameters(),
                 *(pages, upcoming, batch, valid),

@@ -57,15 +57,24 @@ class PageLayout(NamedTuple):
     the pages of a prefix hold its state too, and a sequence that finds them goes on from it.
 
     `groups`: the windows after which layers free their pages, None for layers that read all: each group has pages of
-    its own and a table for each sequence. `size`: the tokens of a page.
+    its own and a table for each sequence. `size`: the tokens of a page. `row_by_row`: states are carried through one
+    row after the other, so that a token's bits depend neither on where a prompt is cut nor on whether it is drawn.
     """
 
     groups: tuple[int | None, ...]
     entries: tuple[PagedEntry, ...]
     size: int
+    row_by_row: bool = False
 
     @classmethod
-    def of(cls, entries: Mapping[str, CacheEntry], size: int, dtype: CacheDtype | None = None) -> "PageLayout":
+    def of(
+        cls,
+        entries: Mapping[str, CacheEntry],
+        size: int,
+        dtype: CacheDtype | None = None,
+        *,
+        row_by_row: bool = False,
+    ) -> "PageLayout":
         """Return the layout for these entries, of one layer each, with what they keep of tokens in eight bits or as
         layers compute it."""
         entries = entries if dtype is None else narrowed(entries, dtype)
@@ -82,7 +91,7 @@ class PageLayout(NamedTuple):
             tokens = group(None if None in reach else max(reach)) if reach else None
             states = group(_STATE_WINDOW) if len(reach) < len(entry.slots) else None
             paged.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
-        return cls(tuple(windows), tuple(paged), size)
+        return cls(tuple(windows), tuple(paged), size, row_by_row)
 
     @property
     def carries_states(self) -> bool:
@@ -190,6 +199,7 @@ class PagedCache:
             size=self.layout.size,
             drafts=self.drafts,
             slots=paged.slots,
+            row_by_row=self.layout.row_by_row,
         )
 
     def _sections(self, group: int | None) -> tuple[PagedSection, ...]:
@@ -219,7 +229,7 @@ class PagedCache:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pages", "states", "of_tokens", "of_states", "read", "position_R", "key_range"],
-    meta_fields=["size", "drafts", "slots"],
+    meta_fields=["size", "drafts", "slots", "row_by_row"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
@@ -227,7 +237,8 @@ class PagedLayer:
 
     `pages`: of tokens, by slot. `states`: by slot, [P, *shape], one in each page. `of_tokens`, `of_states`: the
     sections of the rows, with their pages of tokens and of states. `read`: those of tokens of the rows that this device
-    reads. `size`: tokens of a page. `drafts`: as `PagedCache` has it. `slots`: as `PagedEntry` has them.
+    reads. `size`: tokens of a page. `drafts`: as `PagedCache` has it. `slots`: as `PagedEntry` has them. `row_by_row`:
+    as `PageLayout` has it.
     """
 
     pages: dict[str, jax.Array]
@@ -240,6 +251,7 @@ class PagedLayer:
     size: int
     drafts: int
     slots: tuple[tuple[str, Slot], ...]
+    row_by_row: bool
 
     @property
     def tokens_last(self) -> frozenset[str]:
@@ -327,14 +339,13 @@ class PagedLayer:
     def scan(self, rows: RowContext, recurrence: Recurrence, *inputs: TokenArray) -> tuple[jax.Array, "PagedLayer"]:
         """Carry the states of the rows' sequences through inputs [R, 1, …].
 
-        On a CPU row by row (`chunk_tokens`). Elsewhere sequences of one row are carried together, and runs of several
-        rows one after the other, since a run may go on from the run before.
+        `row_by_row`, or else sequences of one row are carried together, and runs of several rows one after the other,
+        since a run may go on from the run before.
         """
-        size = chunk_tokens(recurrence.size, recurrence.operation, target.platform(), is_engine=True)
-        recurrence = recurrence._replace(size=size)
         tokens_R = ChunkRows(rows.is_token_BT[:, 0], rows.begins_BT[:, 0])
         arrays_R, axes = [x[:, 0] for x, _ in inputs], [each for _, each in inputs]
-        if recurrence.size == 1:
+        if self.row_by_row and chunk_tokens(recurrence.size, recurrence.operation, target.platform()) is not None:
+            recurrence = recurrence._replace(size=1)
             states, outputs_R = _scan_rows(recurrence, axes, self.states, self._each_row(tokens_R, arrays_R))
             return outputs_R[:, None], dataclasses.replace(self, states=states)
         states, outputs, at = self.states, [], 0

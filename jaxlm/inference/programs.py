@@ -171,7 +171,7 @@ class EnginePrograms:
         """The pages of the model's layers."""
         with jax.set_mesh(self.mesh), using_rules(ENGINE):  # shards of query heads say which others are copied
             slots = self.weights.shapes().slots()
-        return PageLayout.of(slots, self.page, self.cache_dtype)
+        return PageLayout.of(slots, self.page, self.cache_dtype, row_by_row=self.is_on_cpu and self.exact)
 
     @property
     def page_dtype(self) -> jnp.dtype:

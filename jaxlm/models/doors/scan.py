@@ -291,8 +291,7 @@ def chunk_tokens(
     size: int | None, operation: ScanOperation | None, platform: str | None, *, is_engine: bool = False
 ) -> int | None:
     """Return the most tokens of a chunk on a platform, for a recurrence of this size and operation; None is all of a
-    pass. Those of an engine on a CPU have one token, so that each is computed in one way, wherever a prompt is cut and
-    whether it is read or drawn."""
+    pass. Those of an engine that is exact, as it is by default on a CPU, have one token."""
     if size is None and operation is not None:
         size = operation.size(platform)
     return 1 if is_engine and size is not None and platform == "cpu" else size

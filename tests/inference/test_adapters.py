@@ -107,7 +107,7 @@ def bits(text):
 
 CASES = [("llama", "float32", (), None), ("gpt2", "float32", (), None), ("mixed", "float32", (), None)]
 CASES += [("mixture", "float32", (2, 1, 2), None), ("llama", "bfloat16", (), "int8"), ("llama", "float32", (2, 1, 2))]
-CASES += [("llama", "float32", (), "int8"), ("llama", "float32", {"context": 2})]
+CASES += [("llama", "float32", (), "int8"), ("llama", "float32", (), "w8a8"), ("llama", "float32", {"context": 2})]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ["('llama', 'float32', (), None)"]), ids=str)

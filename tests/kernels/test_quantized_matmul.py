@@ -1,5 +1,7 @@
 """Products with quantised matrices: how numbers are rounded and stored, what a row depends on, and bad input."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,6 +193,21 @@ def test_a_row_has_the_same_bits_however_many_there_are(kind, group):
         for rows in (x[:4], x[:4].at[1:].set(jnp.nan))
     ]
     np.testing.assert_array_equal(*of_inputs)
+
+
+@pytest.mark.parametrize("kind", sampled(["int8", "int4", "fp8"], ["int8"]))
+def test_a_product_has_the_same_bits_whatever_is_added_to_it(kind):
+    """On a CPU, of matrices by their outputs, as a layer adds adapters or a bias. Joined with the sum, the last scales
+    would be multiplied and added with one rounding, as optimised code does it. A small matrix would be one block."""
+    values, scales = stored(kind, None)
+    x, added = drawn((5, 128), (5, 40))
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+    def product(x, *added):
+        y = quantized_matmul(x, values.T, scales.T, kind=kind, by_outputs=True, implementation="xla")
+        return sum(added, y)
+
+    np.testing.assert_array_equal(product(x, added), product(x) + added)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])

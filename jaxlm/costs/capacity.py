@@ -21,10 +21,11 @@ _CERTAIN = 2
 
 
 def check_before_reading(experiment: Experiment) -> None:
-    """Raise InputError where the CPU of this machine has not the devices of a mesh, cannot run its stages, or has no
-    memory for a step.
+    """Raise InputError where the CPU of this machine has not the devices of a mesh, cannot run its stages or share the
+    heads of attention, or has no memory for a step.
 
-    Starts no JAX backend, and imports JAX for stages and large models alone: with small ones bad text is found sooner.
+    Starts no JAX backend, and imports JAX for stages, shared heads and large models alone: with small ones bad text is
+    found sooner.
     """
     if accelerators.platforms() != "cpu":
         return
@@ -36,7 +37,8 @@ def check_before_reading(experiment: Experiment) -> None:
 
         check_dtype(experiment.execution, "cpu")
         stage_layers(experiment.model, stages, experiment.execution.pipeline_rounds)
-    if _at_most(experiment) < (capacity := _of_this_machine()):
+    shares_heads = experiment.execution.context_parallel == "heads"  # which counting refuses where it cannot
+    if _at_most(experiment) < (capacity := _of_this_machine()) and not shares_heads:
         return
     from jaxlm.costs.counted.memory import memory
     from jaxlm.costs.workload import Workload

@@ -77,16 +77,17 @@ def test_nothing_published_is_taken_for_small(name):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("name", "overrides", "says"),
     [
-        (["mesh.pipeline=2", "execution.dtype=float32"], "a pipeline needs layers of one structure"),
-        (["mesh.pipeline=2", "execution.dtype=bfloat16"], "XLA compiles no pipeline for CPUs in it; set float32"),
-        (["mesh.context=2"], "gated_delta reads the tokens of a sequence in order: set mesh.context to 1"),
+        ("hybrid", ["mesh.pipeline=2", "execution.dtype=float32"], "a pipeline needs layers of one structure"),
+        ("hybrid", ["mesh.pipeline=2", "execution.dtype=bfloat16"], "XLA compiles no pipeline for CPUs in it"),
+        ("hybrid", ["mesh.context=2"], "gated_delta reads the tokens of a sequence in order: set mesh.context to 1"),
+        ("quickstart", ["mesh.context=8", "execution.context_parallel=heads"], "8 does not divide .* the 4 of keys"),
     ],
 )
-def test_a_mesh_that_does_not_suit_the_model_is_refused_before_text_is_read(cpu, overrides, says):
+def test_a_mesh_that_does_not_suit_the_model_is_refused_before_text_is_read(cpu, name, overrides, says):
     with pytest.raises(InputError, match=says):
-        capacity.check_before_reading(config.load(CONFIGS / "hybrid.toml", overrides))
+        capacity.check_before_reading(config.load(CONFIGS / f"{name}.toml", overrides))
 
 
 def test_an_expert_axis_without_experts_is_said_and_its_setting_refused():

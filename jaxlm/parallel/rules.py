@@ -121,9 +121,12 @@ class Rules:
         return Rules(MappingProxyType(over), self.may_stay_whole, self.instead)
 
     def with_whole_parameters(self, mesh_axes: Iterable[str]) -> "Rules":
-        """Return the rules in which these mesh axes shard no parameters: each of their devices has a copy."""
+        """Return the rules in which these mesh axes shard no parameters but those that a layer computes with in parts,
+        as experts: of the others each of their devices has a copy."""
         gone = frozenset(mesh_axes)
-        whole = {axis: _without(self.over(axis), gone) for axis in self._parameters}
+        whole = {
+            axis: _without(self.over(axis), gone.difference(self.computed_over(axis))) for axis in self._parameters
+        }
         return Rules(MappingProxyType({**self.mesh_axes, **whole}), self.may_stay_whole, self.instead)
 
     @cached_property

@@ -241,7 +241,7 @@ def _count_run(run: runs.MeasuredRun, explanations: Iterable[Miss]) -> CountedCa
         "chips": f"{run.chip}:{run.chips}",
         "nearest": rule.nearest,
         "why": "; ".join(each.why for each in explanations if each.explains(run)),
-        "reported": rule.reported,
+        "reported": ", ".join(filter(None, ("a mixture of experts" if run.is_mixture else "", rule.reported))),
     }
     try:
         expressed = runs.express(run, rule)

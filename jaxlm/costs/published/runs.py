@@ -9,7 +9,6 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,19 +23,18 @@ from jaxlm.costs.hardware.catalog import find
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.published.figures import megatron_flops
+from jaxlm.costs.published.run_models import NotExpressed, run_model
 from jaxlm.costs.stack import Pipeline, Stack, stack_from
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.settings import EngineSettings
-from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.layout_choice import with_shards
 from jaxlm.parallel.rules import RULES as SHARDING
 from jaxlm.parallel.rules import TRAIN, Kind, Rules
 
-# What every run says of its model, and degrees of parallelism, which are 1 unless it says more.
-_SIZES = ("L", "d", "H", "Hkv", "Dh", "F", "V", "gated")
-_DEGREES = ("slices", "pp", "vpp", "dp", "fsdp", "tp", "cp")
+# Degrees of parallelism, which are 1 unless a run says more.
+_DEGREES = ("slices", "pp", "vpp", "dp", "fsdp", "tp", "cp", "ep")
 
 RUNS, RULES = (Path(__file__).with_name(name) for name in ("runs.json", "rules.toml"))
 
@@ -79,6 +77,11 @@ class MeasuredRun(Section):
     def family(self) -> str:
         """The model on a kind of chip, of which a group may have several runs."""
         return f"{self.group}|{self.model}|{self.chip}"
+
+    @property
+    def is_mixture(self) -> bool:
+        """True for a mixture of experts."""
+        return "experts" in self.dims
 
 
 class RunRule(Section):
@@ -128,10 +131,6 @@ class ExpressedRun:
     served: ServedRequests | None = None
 
 
-class NotExpressed(Exception):
-    """The cost model has no words for a run; the message says what it lacks."""
-
-
 @functools.cache
 def rules() -> tuple[RunRule, ...]:
     """Return the rules of `rules.toml`, in its order. Raises InputError for a broken file."""
@@ -175,7 +174,7 @@ def express(run: MeasuredRun, rule: RunRule) -> ExpressedRun:
         batch, sequence = run.global_batch or layout.over(SHARDING["decode"].over("batch")), _context(run)
     work = Workload(
         "train" if run.kind == "train" else "decode",
-        _model(run, sequence),
+        run_model(run.dims, sequence),
         batch,
         sequence,
         ExecutionConfig(remat=kept, scan_layers=rule.scan_layers),
@@ -197,8 +196,6 @@ def _refuse(run: MeasuredRun, rule: RunRule) -> None:
     if wrong := [f"{name} = {value}" for name, value in run.measured.items() if not 0 < value < math.inf]:
         raise NotExpressed(f"measured figures are above 0, not {', '.join(wrong)}")
     lacks = {
-        "mixture of experts": "experts" in run.dims,
-        "latent attention": "attention" in run.dims,
         "context parallelism in inference": degrees["cp"] > 1 and run.kind != "train",
         "the layout is not published": "note" in run.parallel,
         "no batch is published": run.global_batch is None and _served(run) is None,
@@ -208,8 +205,6 @@ def _refuse(run: MeasuredRun, rule: RunRule) -> None:
         raise NotExpressed(", ".join(reasons))
     if rule.not_expressed:
         raise NotExpressed(rule.not_expressed)
-    if missing := [name for name in _SIZES if name not in run.dims]:
-        raise NotExpressed(f"dims lack {', '.join(missing)}")
 
 
 def _stack(run: MeasuredRun, rule: RunRule) -> Stack:
@@ -247,17 +242,21 @@ def _layout(run: MeasuredRun, target: Target, stack: Stack, slices: int) -> Layo
     of_layers, of_parameters, of_sequence = (of.get(name, 1) for name in ("tp", "fsdp", "cp"))
     devices = target.devices // stack.pipeline.stages
     replicas, over = divmod(devices, of_layers * of_parameters * of_sequence)
+    of_experts = math.gcd(replicas, of.get("ep", 1))
     if over or devices * stack.pipeline.stages != target.devices:
         along = f"tp = {of_layers}, fsdp = {of_parameters} and cp = {of_sequence}"
         raise NotExpressed(f"{along} on {devices} devices")
-    return with_shards(TRAIN, batch=replicas, embed=of_parameters, heads=of_layers, sequence=of_sequence)
+    shards = {"embed": of_parameters, "heads": of_layers, "sequence": of_sequence, "experts": of_experts}
+    return with_shards(TRAIN, batch=replicas // of_experts, **shards)
 
 
 def _own_rules(run: MeasuredRun) -> Rules | None:
-    """Return the rules of a run whose context parallelism leaves parameters whole: Megatron's ZeRO-1 shards optimizer
-    state alone, where `mesh.context` shards parameters too, as FSDP does."""
-    is_whole = run.parallel.get("cp", 1) > 1 and "zero" in run.parallel
-    return rules_with_whole("train", TRAIN.over("sequence")) if is_whole else None
+    """Return the rules of a run whose context or expert parallelism leaves parameters whole but for the experts:
+    Megatron's ZeRO-1 shards optimizer state alone, where `mesh.context` and `mesh.expert` shard parameters too, as FSDP
+    does."""
+    of = {"sequence": run.parallel.get("cp", 1), "experts": run.parallel.get("ep", 1)}
+    whole = tuple(axis for name, count in of.items() if count > 1 for axis in TRAIN.over(name))
+    return rules_with_whole("train", whole) if "zero" in run.parallel else None
 
 
 @functools.cache
@@ -293,53 +292,6 @@ def _served(run: MeasuredRun) -> ServedRequests | None:
 def _context(run: MeasuredRun) -> int:
     """Return the tokens in a sequence's cache in the middle of decoding."""
     return run.isl + run.osl // 2 if run.isl and run.osl else run.seq
-
-
-def _model(run: MeasuredRun, sequence: int) -> ModelConfig:
-    of = run.dims
-    has_bias = of.get("bias", False)
-    is_gated, is_learned = of["gated"], of.get("learned_positions", False)
-    try:
-        return ModelConfig.model_validate(
-            {
-                "vocab_size": of["V"],
-                "context_length": sequence,
-                "num_layers": of["L"],
-                "d_model": of["d"],
-                "tied_embeddings": of.get("tied", False),
-                "norm": {"kind": "rms"} if is_gated else {"kind": "layer", "bias": has_bias},
-                "position": {"kind": "learned" if is_learned else "rope"},
-                "attention": {
-                    "num_heads": of["H"],
-                    "num_kv_heads": of["Hkv"],
-                    "head_dim": of["Dh"],
-                    "qkv_bias": has_bias,
-                    "output_bias": has_bias,
-                },
-                "feed_forward": {
-                    "d_ff": of["F"],
-                    "activation": "silu" if is_gated else "gelu_tanh",
-                    "gated": is_gated,
-                    "bias": has_bias,
-                },
-                **_pattern(of.get("window", "")),
-            }
-        )
-    except ValidationError as error:
-        raise NotExpressed(f"no model has these dims: {first_line(error)}") from None
-
-
-def _pattern(window: str) -> Mapping[str, Any]:
-    """Return the pattern of layers of "1024 on 5 of 6 layers", or of "128 on alternate layers"."""
-    if not window:
-        return {}
-    said = re.fullmatch(r"(\d+) on (?:(\d+) of (\d+)|alternate) layers", str(window))
-    if said is None:
-        raise NotExpressed(f"a window of {window}")
-    tokens, few, all_ = said.groups()
-    few, all_ = int(few or 1), int(all_ or 2)
-    near = {"name": "local", "layers": few, "attention": {"window": int(tokens)}}
-    return {"pattern": [near, {"name": "global", "layers": all_ - few}]}
 
 
 def _seconds(run: MeasuredRun, rule: RunRule, work: Workload, target: Target) -> float:

@@ -1,6 +1,7 @@
 """Measured runs: what rules make of them, and the command over another file of them."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -165,6 +166,37 @@ def test_windows_are_a_pattern_of_layers():
     assert [entry.layers for entry in express_one(dims=dims).work.model.pattern] == [1, 1]
 
 
+MIXTURE = {"experts": 8, "top_k": 2, "moe_ff": 64, "shared_experts": 2, "dense_layers": 1, "dense_ff": 512}
+LATENT = {"attention": "MLA (q_lora 96, kv_lora 64, nope 32, rope 16, v 32)"}
+
+
+def test_experts_and_latents_are_those_of_the_dims():
+    """Runs say no key/value heads of latent attention, and no feed-forward width of a mixture alone."""
+    dims = {name: size for name, size in a_run().dims.items() if name not in ("Hkv", "Dh", "F")}
+    model = express_one(dims=dims | MIXTURE | LATENT).work.model
+    dense, mixture = (model.pattern[i].patch.get("feed_forward", {}) for i in (0, 1))
+    assert (dense["d_ff"], model.pattern[0].layers, model.pattern[1].layers, mixture) == (512, 1, "rest", {})
+    experts, latent = model.feed_forward, model.attention
+    assert (experts.num_experts, experts.experts_per_token, experts.d_ff, experts.shared.d_ff) == (8, 2, 64, 128)
+    assert (latent.query_rank, latent.latent_rank, latent.nope_dim, latent.rope_dim, latent.value_dim) == (
+        *(96, 64, 32, 16, 32),
+    )
+
+
+def test_expert_parallelism_leaves_all_but_the_experts_whole():
+    """Megatron's shards experts over replicas, whose other parameters are copies."""
+    parallel = {"dp": 8, "ep": 4, "zero": 1}
+    work = express_one(dims=a_run().dims | MIXTURE, parallel=parallel).work
+    assert work.layout == Layout(data=2, expert=4) and work.microbatches == 2
+    of_experts = {path for path, each in work.parameters.items() if "experts" in each.axes}
+    assert of_experts and all(
+        work.stored(each.axes, each.shape) * (4 if path in of_experts else 1) == math.prod(each.shape)
+        for path, each in work.parameters.items()
+    )
+    (row,) = check_runs([a_run(dims=a_run().dims | MIXTURE, parallel=parallel, precision="fp8")])
+    assert row.case.reported == "a mixture of experts, products in 8 bits" and row.predicted > 0
+
+
 SERVED = {
     "kind": "serve",
     "global_batch": None,
@@ -208,7 +240,8 @@ def test_seconds_of_a_rate_of_flops_follow_the_group():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dims": a_run().dims | {"experts": 8}}, "mixture of experts"),
+        ({"dims": a_run().dims | {"experts": 8, "dense_layers": 1}}, "dims lack top_k, moe_ff, dense_ff"),
+        ({"dims": a_run().dims | {"attention": "MLA"}}, "attention: MLA"),
         ({**SERVED, "parallel": {"cp": 2, "dp": 4}}, "context parallelism in inference"),
         ({"parallel": {"note": "unknown"}}, "layout is not published"),
         ({"kind": "serve", "global_batch": None}, "no batch"),
@@ -234,8 +267,8 @@ def test_what_cannot_be_expressed_says_what_is_lacking(changes, says):
 
 @pytest.fixture(scope="module")
 def rows():
-    """The runs without serving tables, of which no accuracy is asked and whose batches take long to find."""
-    return check_runs([run for run in read_runs() if run.kind != "serve"])
+    """The runs without mixtures and serving tables, of which no accuracy is asked and which take long to count."""
+    return check_runs([run for run in read_runs() if run.kind != "serve" and not run.is_mixture])
 
 
 def test_measured_runs_are_near_their_estimate(rows):
@@ -270,6 +303,17 @@ def test_the_page_has_the_figures_that_are_counted(rows):
             assert line in page and (", " in name or line in readme)
 
 
+@pytest.mark.exhaustive
+def test_the_page_has_the_figures_of_mixtures():
+    page = " ".join((Path(__file__).parents[3] / "docs" / "ladder.md").read_text().split())
+    mixtures = check_runs([run for run in read_runs() if run.is_mixture and run.kind == "train"])
+    of = by(lambda row: row.case.reported, [row for row in mixtures if row.counted is not None])
+    wide, narrow = of["a mixture of experts"], of["a mixture of experts, products in 8 bits"]
+    said = f"{wide.count} training runs in 16 bits are {wide.median:.0%} off (median), most of them slower than counted"
+    said += f", and {narrow.count} in 8 bits {narrow.median:.0%}"
+    assert said.replace("%", " %") in page and narrow.impossible == 2 and "which two runs beat" in page
+
+
 def test_accuracy_is_of_errors_and_brackets():
     def row(published: float, *range_: float) -> CountedCase:
         words = {"id": "a", "of": "training", "quantity": "step", "unit": "s", "source": "a", "checked": "read"}
@@ -283,14 +327,14 @@ def test_accuracy_is_of_errors_and_brackets():
 
 
 def test_another_file_of_runs_is_checked_by_the_same_rules(tmp_path, capsys):
-    runs = [a_run(id="one"), a_run(id="two", precision="fp8"), a_run(id="three", dims=a_run().dims | {"experts": 8})]
+    runs = [a_run(id="one"), a_run(id="two", precision="fp8"), a_run(id="three", remat="some")]
     path = tmp_path / "others.json"
     path.write_text(json.dumps({"runs": [run.model_dump() for run in runs]}))
     assert main(["plan", "--check", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     one, two, three = printed["rows"]
     assert one["verdict"] in ("inside", "faster", "slower") and one["chip"] == "h100-sxm5"
-    assert two["reported"] == "products in 8 bits" and three["not_expressed"] == "mixture of experts"
+    assert two["reported"] == "products in 8 bits" and three["not_expressed"] == "rematerialisation: some"
     assert printed["by_kind"]["training"]["count"] == 1 and list(printed["by_chip"]) == ["training, h100-sxm5"]
     assert printed["reported"]["training, products in 8 bits"]["count"] == 1
     assert main(["plan", "--check", str(path)]) == 0

@@ -20,6 +20,8 @@ _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+
 # A collective between slices of a TPU: the host sends an array, and receives the result.
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _KINDS_BETWEEN_SLICES = {"ONE_TO_ONE": "collective-permute"}
+# The start of a collective that a TPU's program splits into parts.
+_START = 'custom_call_target="AsyncCollectiveStart"'
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
@@ -54,13 +56,12 @@ def collectives(
     `over_slices`: how several slices of a TPU are shared among the axes (`jaxlm.parallel.layout.over_slices`). XLA
     compiles the program of one slice, in which groups are of its devices, and what crosses slices is sent by the host.
 
-    On a TPU, an all-gather that overlaps matrix products is printed once for each product (here it is one), and a
-    reduce-scatter as an all-reduce in a fusion of that name.
+    On a TPU, an all-gather that overlaps matrix products is printed once for each product, perhaps in loops that it
+    runs behind (it is counted where it starts), and a reduce-scatter as an all-reduce in a fusion of that name.
     """
     outer = {axis: size for axis, size in (over_slices or {}).items() if size > 1}
     mesh = {axis: size // outer.get(axis, 1) for axis, size in mesh.items()}  # of one slice
     counts: Counter[CompiledCollective] = Counter()
-    parts_seen = set()
     runs = loops.times(program)
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
@@ -71,12 +72,8 @@ def collectives(
                 sent *= math.prod(outer.values()) if between == "all-gather" else 1
                 name = scope(instruction.op_name)
                 counts[CompiledCollective(between, tuple(outer), 0, sent, dtype, name, True, times > 1, True)] += times
-            if kind is None or not times:
+            if kind is None or not times or _continues(computation, instruction):
                 continue
-            part = _part_of(instruction)
-            if part is not None and (part, times) in parts_seen:
-                continue
-            parts_seen.add((part, times))
             members = groups(instruction, math.prod(mesh.values()))
             axes, spans_axes = axes_of(members, mesh)
             if not axes:
@@ -164,12 +161,12 @@ def goes_one_place(pairs: np.ndarray, axes: Iterable[str], mesh: Mapping[str, in
     return steps in ({1}, {size - 1})
 
 
-def _part_of(instruction: HloInstruction) -> tuple | None:
-    """Return a key that identifies one collective split over several instructions (TPU); None for any other."""
+def _continues(computation: HloComputation, instruction: HloInstruction) -> bool:
+    """Return whether an instruction is part of a collective that started before it, beside a matrix product (TPU)."""
     if "async_collective_fusion_config" not in instruction.attributes:
-        return None
-    chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
-    return (chain[1], instruction.attribute("channel_id")) if chain else None
+        return False
+    others = computation.instructions.values()
+    return not any(instruction.name in each.operands and _START in each.attributes for each in others)
 
 
 def _payload(computation: HloComputation, instruction: HloInstruction, kind: str) -> tuple[int, str]:

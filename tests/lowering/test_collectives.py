@@ -108,3 +108,52 @@ ENTRY %main (x: f32[64]) -> f32[64] {
         ("all-gather", 5, 256, True, ""),
         ("all-reduce", 1, 256, False, ""),
     }
+
+
+def test_an_overlapped_gather_of_a_tpu_runs_once_for_each_start():
+    """It is printed again in each product that it runs beside, those of a loop between its start and its end too."""
+    part = (
+        "all-gather(%{}), channel_id=1, replica_groups=[1,16]<=[16], dimensions={{0}}, "
+        'frontend_attributes={{chain_id="0"}}, backend_config={{"async_collective_fusion_config":{{"flag_start":"2"}}}}'
+    )
+    text = f"""HloModule m
+%start (x: f32[4]) -> (f32[4], f32[64]) {{
+  %x = f32[4]{{0}} parameter(0)
+  %gathered = f32[64]{{0}} {part.format("x")}
+  ROOT %started = (f32[4]{{0}}, f32[64]{{0}}) custom-call(%gathered), custom_call_target="AsyncCollectiveStart"
+}}
+%beside (y: f32[4]) -> f32[64] {{
+  %y = f32[4]{{0}} parameter(0)
+  ROOT %gathered.1 = f32[64]{{0}} {part.format("y")}
+}}
+%done (z: f32[4]) -> f32[64] {{
+  %z = f32[4]{{0}} parameter(0)
+  %gathered.2 = f32[64]{{0}} {part.format("z")}
+  ROOT %whole = f32[64]{{0}} custom-call(%gathered.2), custom_call_target="AsyncCollectiveDone"
+}}
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %p = (s32[], f32[4]{{0}}) parameter(0)
+  %n = s32[] get-tuple-element(%p), index=0
+  %w = f32[4]{{0}} get-tuple-element(%p), index=1
+  %product = f32[64]{{0}} fusion(%w), kind=kOutput, calls=%beside
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one)
+  ROOT %t = (s32[], f32[4]{{0}}) tuple(%next, %w)
+}}
+%condition (p: (s32[], f32[4])) -> pred[] {{
+  %p = (s32[], f32[4]{{0}}) parameter(0)
+  %n = s32[] get-tuple-element(%p), index=0
+  %trips = s32[] constant(5)
+  ROOT %less = pred[] compare(%n, %trips), direction=LT
+}}
+ENTRY %main (v: f32[4]) -> f32[64] {{
+  %v = f32[4]{{0}} parameter(0)
+  %begun = (f32[4]{{0}}, f32[64]{{0}}) fusion(%v), kind=kCustom, calls=%start
+  %zero = s32[] constant(0)
+  %t = (s32[], f32[4]{{0}}) tuple(%zero, %v)
+  %loop = (s32[], f32[4]{{0}}) while(%t), condition=%condition, body=%body
+  ROOT %end = f32[64]{{0}} fusion(%v), kind=kCustom, calls=%done
+}}
+"""
+    (gather,) = collectives.collectives(hlo.parse(text), MESH)
+    assert (gather.kind, gather.axes, gather.count, gather.bytes) == ("all-gather", tuple(MESH), 1, 256)

@@ -153,14 +153,15 @@ class Plan:
 
     def _sent(self) -> dict[str, Any]:
         """Return the collectives of a training step as JSON, under `sent`: bytes on one device, the bytes and the
-        seconds that computation does not hide (`exposed_bytes`, `exposed_s`), and the seconds that it hides; empty
-        without any, and for other software's pipeline."""
+        seconds that computation does not hide (`exposed_bytes`, `exposed_s`), and the seconds that it hides, all of
+        them with those of idle ticks of a pipeline; empty without any, and for other software's pipeline."""
         sent = round(sum(each.times * each.bytes for each in collectives(self.work)))
         if self.work.kind != "train" or not sent or self.stack.pipeline.stages > 1:
             return {}
-        exposed = sum(part.seconds for name, part in self.time.parts.items() if name.startswith("exposed "))
-        exposed_bytes = round(self.time.exposed_bytes)
-        times = {"exposed_s": exposed, "hidden_s": self.time.hidden}
+        exposed_bytes, times = (
+            round(self.time.exposed_bytes),
+            {"exposed_s": self.time.exposed, "hidden_s": self.time.hidden},
+        )
         return {"sent": {"bytes": sent, "exposed_bytes": exposed_bytes, **times}}
 
     def _of_its_kind(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jaxlm.costs.counted.between_stages import slot_numbers
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
+from jaxlm.costs.stack import JAXLM
 from jaxlm.costs.stages import stage_layers
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
@@ -153,6 +154,20 @@ def test_a_plan_says_its_bubble():
     share = parts["pipeline bubble"] / sum(parts.values())
     # The loss and the optimizer have no bubble.
     assert 0.75 * 3 / 19 < share < 3 / 19
+
+
+@pytest.mark.parametrize("layout", [Layout(fsdp=8), Layout(pipeline=4, fsdp=2)], ids=str)
+def test_what_is_sent_is_waited_for_or_hidden_in_idle_ticks_too(layout):
+    """Without overlap all is waited for, and what overlap hides is not waited for."""
+    work, target = replace(on_stages(batch=64), layout=layout), Target.parse("h100-sxm5:8")
+    alone = plan(work, target, JAXLM.model_copy(update={"overlap": "none"}))
+    waited, sent = (each.row()["sent"] for each in (alone, plan(work, target)))
+    assert (
+        waited["exposed_bytes"] == waited["bytes"] == sent["bytes"] > sent["exposed_bytes"] and not waited["hidden_s"]
+    )
+    assert sent["exposed_s"] + sent["hidden_s"] == pytest.approx(waited["exposed_s"])
+    in_parts = sum(part.seconds for name, part in alone.time.parts.items() if name.startswith("exposed "))
+    assert in_parts == pytest.approx(waited["exposed_s"]) if work.stages == 1 else in_parts < waited["exposed_s"]
 
 
 def test_a_plan_says_what_its_stages_wait_for(capsys):

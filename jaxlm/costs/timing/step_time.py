@@ -47,8 +47,8 @@ class StepTime:
     the other. `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives
     overlap with the operations; no program is faster. `expected`: the time of a well-tuned program, the sum of its
     `parts`, each at sustained rates. `low` and `upper_bound`: the bracket of `expected`, from the spreads of these
-    rates. `hidden`: collectives that run behind computation; `exposed_bytes`: the bytes, on each device, of those that
-    do not.
+    rates. `exposed`: collectives that do not run behind computation, with their `exposed_bytes` on each device;
+    `hidden`: those that do. All three are of all ticks of a pipeline; the time of idle ones is the part of the bubble.
     """
 
     compute: float
@@ -59,8 +59,9 @@ class StepTime:
     expected: float
     upper_bound: float
     parts: dict[str, Part] = field(default_factory=dict)
-    hidden: float = 0.0
+    exposed: float = 0.0
     exposed_bytes: float = 0.0
+    hidden: float = 0.0
 
     @property
     def bound_by(self) -> str:
@@ -99,30 +100,32 @@ def step_time(work: Workload, target: Target, stack: Stack = JAXLM) -> StepTime:
         return pipelined(work, target, stack)
     rows = work.without_drafts()
     step = _on_device(rows, target, stack)
-    parts, runs, exposed_bytes = step.parts, [step], step.exposed_bytes
+    parts, runs = step.parts, [step]
     if rows.stages > 1:
-        busy = _on_device(replace(rows, counts_idle=False), target, stack)
-        parts, exposed_bytes = _with_bubble(step, busy), busy.exposed_bytes
+        parts = _with_bubble(step, _on_device(replace(rows, counts_idle=False), target, stack))
     if work.draft_model is not None:
         read = _on_device(draft_reading(work), target, stack, draws=False)
         drafting = [read, *[_on_device(draft_drawing(work), target, stack)] * work.drafts]
         parts, runs = {**parts, "draft model": _of_draft_model(drafting)}, [step, *drafting]
-        exposed_bytes += sum(run.exposed_bytes for run in drafting)
     busy, kernels = sum(part.seconds for part in parts.values()), sum(run.kernels for run in runs)
     if (idle := _host_seconds(work, sustained(target.chip), stack, kernels, busy)) > 0:
         parts = {**parts, "host": Part(idle, 0.0, 0.3 * idle)}
     bounds = _Bounds(*map(sum, zip(*(run.bounds for run in runs), strict=True)))
-    return replace(_summed(bounds, parts, sum(run.hidden for run in runs)), exposed_bytes=exposed_bytes)
+    exposed, exposed_bytes, hidden = (
+        sum(getattr(run, name) for run in runs) for name in ("exposed", "exposed_bytes", "hidden")
+    )
+    return replace(_summed(bounds, parts, hidden), exposed=exposed, exposed_bytes=exposed_bytes)
 
 
 class _DeviceTime(NamedTuple):
-    """The time of programs on a device, whatever the host takes: bounds, parts, hidden collectives and the bytes of the
-    others, and kernels."""
+    """The time of programs on a device, whatever the host takes: bounds, parts, collectives that computation does not
+    hide, their bytes, those that it hides, and kernels."""
 
     bounds: _Bounds
     parts: dict[str, Part]
-    hidden: float
+    exposed: float
     exposed_bytes: float
+    hidden: float
     kernels: int
 
 
@@ -137,7 +140,8 @@ def _on_device(work: Workload, target: Target, stack: Stack, draws: bool = True)
     waited = communication(collectives, network, rates, stack, done.phases)
     parts = {**done.parts, **{f"exposed {name}": part for name, part in waited.exposed.items()}}
     bounds = _bounds(ops, work, chip, stack, sent)
-    return _DeviceTime(bounds, parts, waited.hidden, waited.exposed_bytes, done.kernels)
+    exposed = sum(part.seconds for part in waited.exposed.values())
+    return _DeviceTime(bounds, parts, exposed, waited.exposed_bytes, waited.hidden, done.kernels)
 
 
 def _with_bubble(step: _DeviceTime, busy: _DeviceTime) -> dict[str, Part]:
@@ -186,7 +190,8 @@ def _summed(bounds: _Bounds, parts: dict[str, Part], hidden: float) -> StepTime:
     spread = math.sqrt(sum(part.spread**2 for part in parts.values()))
     least = max(lower, (1 - _FASTER) * expected - spread)
     most = (1 + _SLOWER) * expected + spread + _CONTENTION * hidden
-    return StepTime(bounds.compute, bounds.memory, bounds.collectives, lower, least, expected, most, parts, hidden)
+    bound = bounds.compute, bounds.memory, bounds.collectives
+    return StepTime(*bound, lower, least, expected, most, parts, hidden=hidden)
 
 
 def pipelined(work: Workload, target: Target, stack: Stack) -> StepTime:

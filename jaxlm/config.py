@@ -131,6 +131,7 @@ def load(
     _check(experiment, kind)
     if not is_run or "inference.context" in overridden(overrides):  # earlier versions took the model's in its place
         _check_context(experiment)
+    _check_state_interval(experiment)
     if kind == "train" and not is_run and path.name != PUBLISHED:  # which have a tokenizer, or need none
         _check_new_tokenizer(experiment)
     if installed := plugins.installed_of(type(section).__module__ for section in _sections(experiment)):
@@ -506,6 +507,22 @@ def _check_context(experiment: Experiment) -> None:
     context, longest = experiment.inference.context, experiment.model.context_length
     if context is not None and context > longest:
         raise InputError(f"inference.context = {context} is longer than model.context_length = {longest}; lower it")
+
+
+def _check_state_interval(experiment: Experiment) -> None:
+    """Raise InputError for states to be kept that no layer has, or that are not at the ends of pages."""
+    interval, page = experiment.inference.state_interval, experiment.inference.page
+    if interval is None:
+        return
+    if not any(block.attention.carries_states for block in experiment.model.layers):
+        raise InputError(
+            f"inference.state_interval = {interval} is of recurrent layers, which the model has not; leave it out"
+        )
+    if interval % page:
+        raise InputError(
+            f"inference.state_interval = {interval} must be a multiple of inference.page = {page}, such as "
+            f"{-(-interval // page) * page}"
+        )
 
 
 def check_quantized(experiment: Experiment, kind: Kind = "train") -> None:

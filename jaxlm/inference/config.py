@@ -38,6 +38,9 @@ class InferenceConfig(Section):
     """The most tokens of a sequence."""
     page: Annotated[Count, Field(multiple_of=TILE)] = EngineSettings.page
     """Tokens of a page of the cache, a multiple of 32."""
+    state_interval: Annotated[Count | None, InWords(default="512, in whole pages")] = EngineSettings.state_interval
+    """Of recurrent layers, the tokens between states that stay in the cache for texts which begin alike, a multiple of
+    the page; beside these, states stay where texts and their prompts end."""
     chunk_tokens: Count = EngineSettings.chunk_tokens
     """The most tokens of prompts in a step on each device, rounded up to whole tiles of 32."""
     cache_memory: Annotated[
@@ -74,6 +77,7 @@ class InferenceConfig(Section):
             cache_bytes=cache_bytes,
             cache_dtype=self.cache_dtype,
             page=self.page,
+            state_interval=self.state_interval,
             chunk_tokens=self.chunk_tokens,
             speculation=Speculation.parse(self.speculate) if self.speculate else None,
             steps_per_dispatch=self.steps_per_dispatch,

@@ -110,7 +110,8 @@ class Engine:
             draft=draft,
             adapters=self.adapters,
         )
-        self.pages = [Pages(self.runner.page_groups, settings.page) for _ in range(programs.shards)]
+        groups = self.runner.page_groups(settings.states_every)
+        self.pages = [Pages(groups, settings.page) for _ in range(programs.shards)]
         self._worth = DraftWorth(programs.shapes.decode, jax.process_count() == 1) if settings.drafts else None
         self._scheduler = Scheduler(
             self.pages,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,25 +78,30 @@ class PageLayout(NamedTuple):
         """Return the layout for these entries, of one layer each, with what they keep of tokens in eight bits or as
         layers compute it."""
         entries = entries if dtype is None else narrowed(entries, dtype)
-        windows: list[int | None] = []
+        groups: list[tuple[Literal["token", "sequence"], int | None]] = []
 
-        def group(window: int | None) -> int:
-            if window not in windows:
-                windows.append(window)
-            return windows.index(window)
+        def group(per: Literal["token", "sequence"], window: int | None) -> int:
+            if (per, window) not in groups:
+                groups.append((per, window))
+            return groups.index((per, window))
 
         paged = []
         for name, entry in entries.items():
             reach = [slot.window for slot in entry.slots.values() if slot.per == "token"]
-            tokens = group(None if None in reach else max(reach)) if reach else None
-            states = group(_STATE_WINDOW) if len(reach) < len(entry.slots) else None
+            tokens = group("token", None if None in reach else max(reach)) if reach else None
+            states = group("sequence", _STATE_WINDOW) if len(reach) < len(entry.slots) else None
             paged.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
-        return cls(tuple(windows), tuple(paged), size, row_by_row)
+        return cls(tuple(window for _, window in groups), tuple(paged), size, row_by_row)
 
     @property
     def carries_states(self) -> bool:
         """True where a layer keeps states of sequences, each after the token read last."""
-        return any(entry.states is not None for entry in self.entries)
+        return self.state_group is not None
+
+    @property
+    def state_group(self) -> int | None:
+        """The group of states; None where no layer keeps any."""
+        return next((entry.states for entry in self.entries if entry.states is not None), None)
 
     def check_shared(self, layout: Layout, rules: Rules) -> None:
         """Raise InputError for states of sequences where a mesh shares out the rows of a prompt: each reads the state
@@ -111,9 +116,8 @@ class PageLayout(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The name of each group: `states`, or of tokens `attention` or `window=1024`."""
-        of_states = {entry.states for entry in self.entries}
         return tuple(
-            "states" if group in of_states else "attention" if window is None else f"window={window}"
+            "states" if group == self.state_group else "attention" if window is None else f"window={window}"
             for group, window in enumerate(self.groups)
         )
 

@@ -11,15 +11,18 @@ from jaxlm.core.errors import InputError
 
 
 class PageGroup(NamedTuple):
-    """The pages of layers whose keys are freed at the same time.
+    """The pages of layers whose keys, or states, are freed at the same time.
 
     Attributes:
       count: pages of each of these layers, page 0 among them, which no sequence gets: padding rows write there.
       window: the last tokens that a token reads, itself included; None: all.
+      interval: None: a page has the keys of its tokens. Otherwise it has the state after the last of them that was
+        read, and states within texts stay where a multiple of so many tokens has been read, a multiple of the page.
     """
 
     count: int
     window: int | None = None
+    interval: int | None = None
 
 
 class GroupHit(NamedTuple):
@@ -43,15 +46,18 @@ class SequencePages:
     """The pages of one sequence.
 
     Attributes:
-      tables: by group, the page ids of the sequence in order, as C ints; 0 where one is freed.
+      tables: by group, the page ids of the sequence in order, as C ints; 0 where one is freed. Of states several pages
+        in a row may be one, which then has the state after the last of them.
       tokens: the tokens that are written for certain, among those that have room. After `match`, the tokens whose keys
         are in the pages; the token after these tokens is written next.
       published: the whole pages, from the first, that `publish` has seen or `match` has found.
       hits: by group, what `match` found.
       branches: by their pages, the prefixes that were found, whole or but for a group, and that other texts go on from.
+      begun: the pages that `match` has found.
+      prompt_ends: by their pages, the longest prefixes that the same text, and one that goes on from it, may find.
     """
 
-    __slots__ = ("tables", "tokens", "published", "salt", "prefix", "hits", "branches")
+    __slots__ = ("tables", "tokens", "published", "salt", "prefix", "hits", "branches", "begun", "prompt_ends")
 
     def __init__(
         self,
@@ -62,9 +68,11 @@ class SequencePages:
         size: int,
         hits: tuple[GroupHit, ...],
         branches: Collection[int],
+        prompt_ends: Collection[int],
     ):
         self.tables, self.salt, self.prefix, self.hits, self.branches = tables, salt, prefix, hits, branches
         self.published, self.tokens = published, published * size
+        self.begun, self.prompt_ends = published, prompt_ends
 
     def room(self, size: int) -> int:
         """Return the tokens that there are pages for, of `size` tokens each."""
@@ -72,13 +80,17 @@ class SequencePages:
 
 
 class _Prefix:
-    """A prefix of whole pages that may be found: a node of a tree, and the last page's id in each group, or 0."""
+    """A prefix of whole pages that may be found: a node of a tree, and the last page's id in each group, or 0.
 
-    __slots__ = ("digest", "parent", "salt", "tokens", "pages", "uses")
+    `length`: its pages. `is_end`: a text or its prompt has ended here, or begun, as where texts differ.
+    """
+
+    __slots__ = ("digest", "parent", "salt", "tokens", "pages", "uses", "length", "is_end")
 
     def __init__(self, digest: bytes, parent: "_Prefix | None", salt: bytes, tokens: tuple[int, ...], groups: int):
         self.digest, self.parent, self.salt, self.tokens = digest, parent, salt, tokens
         self.pages = [0] * groups
+        self.length, self.is_end = (parent.length if parent else 0) + 1, False
         self.uses = 0  # children in the tree, and holdings whose last published page this is
 
     def is_of(self, parent: "_Prefix | None", salt: bytes, tokens: tuple[int, ...]) -> bool:
@@ -102,13 +114,17 @@ class _Group:
     goes on.
     """
 
-    def __init__(self, count: int, window: int | None):
-        self.count, self.window = count, window
+    def __init__(self, count: int, window: int | None, interval: int | None):
+        self.count, self.window, self.interval = count, window, interval
         self.references = [0] * count
         self.free = list(range(count - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.passed: OrderedDict[int, None] = OrderedDict()
         self.prefix_of: dict[int, _Prefix] = {}  # of published pages
+
+    @property
+    def has_states(self) -> bool:
+        return self.interval is not None
 
     @property
     def available(self) -> int:
@@ -133,20 +149,13 @@ class _Group:
         self.passed.pop(page, None)
         self.references[page] += 1
 
-    def drop(self, page: int, is_passed: bool = False) -> None:
+    def drop(self, page: int) -> None:
         self.references[page] -= 1
         if not self.references[page]:
-            if page not in self.prefix_of:
-                self.free.append(page)
-            elif is_passed:
-                self.passed[page] = None
-            else:
+            if page in self.prefix_of:
                 self.cached[page] = None
-
-    def evict(self) -> int:
-        """Return the cached page that is of the least use, which is published no more."""
-        page, _ = (self.passed or self.cached).popitem(last=False)
-        return page
+            else:
+                self.free.append(page)
 
 
 class Pages:
@@ -160,6 +169,10 @@ class Pages:
     stay until room is needed; then the least recently used go, of one sequence the last first. In a group with a window
     pages in the middle of texts go before those at their ends and where texts differ.
 
+    States in the middle of texts stay only at multiples of the group's interval and where a text or its prompt has
+    begun or ended. The others take no pages: a prompt writes the next state over the one before, so that a sequence
+    that is read holds the state it goes on from, the one it writes, and those that will stay.
+
     Args:
       size: tokens of a page.
 
@@ -167,8 +180,11 @@ class Pages:
     """
 
     def __init__(self, groups: Sequence[PageGroup], size: int):
-        if size < 1 or not groups or any(count < 2 for count, _ in groups):
+        if size < 1 or not groups or any(group.count < 2 for group in groups):
             raise InputError("a paged cache has a group of pages or more, 2 pages in each, and a token in a page")
+        for group in groups:
+            if group.interval is not None and (group.window != 2 or group.interval < 1 or group.interval % size):
+                raise InputError(f"states, of window 2, stay at a multiple of their pages of {size} tokens: {group}")
         self.size = size
         self._groups = [_Group(*group) for group in groups]
         self._prefixes: dict[bytes, _Prefix] = {}
@@ -198,25 +214,30 @@ class Pages:
         """Return the tokens of the prefix that `match` would find."""
         return self._cached(tokens, salt).length * self.size
 
-    def match(self, tokens: Sequence[int], salt: bytes = b"") -> SequencePages:
+    def match(self, tokens: Sequence[int], salt: bytes = b"", length: int | None = None) -> SequencePages:
         """Hold the pages of the longest prefix that every group has, as far as the token after it reads them.
 
         The prefix is of whole pages and leaves one token at least, to draw the next from. Only what was published under
         the same salt is found.
+
+        Args:
+          length: the tokens of the text, where it has more than those that may be found.
         """
-        path, length, hits = self._cached(tokens, salt)
-        last = path[length - 1] if length else None
-        found = {length, *(length + hit.lacked // self.size for hit in hits)}
+        length = len(tokens) if length is None else length
+        prompt_ends = length // self.size, (length - 1) // self.size
+        path, begun, hits = self._cached(tokens, salt)
+        last = path[begun - 1] if begun else None
+        found = {begun, *(begun + hit.lacked // self.size for hit in hits)}
         branches = [pages for pages in found if pages and path[pages - 1].uses]
         tables = []
         for at, group in enumerate(self._groups):
-            first = min(group.first_read(length * self.size, self.size), length)
-            tables.append(array("i", [0] * first + [prefix.pages[at] for prefix in path[first:length]]))
+            first = min(group.first_read(begun * self.size, self.size), begun)
+            tables.append(array("i", [0] * first + [prefix.pages[at] for prefix in path[first:begun]]))
             for page in tables[-1][first:]:
                 group.hold(page)
         if last is not None:
             last.uses += 1
-        holding = SequencePages(tables, salt, last, length, self.size, hits, branches)
+        holding = SequencePages(tables, salt, last, begun, self.size, hits, branches, prompt_ends)
         self._holdings.add(holding)
         return holding
 
@@ -247,11 +268,13 @@ class Pages:
         )
         return _Found(path, whole, tuple(hits))
 
-    def room(self, holding: SequencePages) -> int:
-        """Return the most tokens in all that `extend` would give room now."""
+    def room(self, holding: SequencePages) -> int | float:
+        """Return the most tokens in all that `extend` would give room now; infinite where one page of states does."""
         self._free_unread(holding)
         return min(
-            (len(table) + group.available) * self.size
+            math.inf
+            if group.has_states and (group.available or self._may_overwrite(holding, table))
+            else (len(table) + group.available) * self.size
             for group, table in zip(self._groups, holding.tables, strict=True)
         )
 
@@ -266,11 +289,30 @@ class Pages:
         """
         if self.room(holding) < tokens:
             return False
+        written = tokens if written is None else written
         for at, table in enumerate(holding.tables):
             while len(table) * self.size < tokens:
-                table.append(self._take(at))
-        holding.tokens = max(holding.tokens, tokens if written is None else written)
+                table.append(self._following(at, holding, written))
+        if holding.prefix and holding.published == holding.begun:
+            holding.prefix.is_end = True
+        holding.tokens = max(holding.tokens, written)
         return True
+
+    def _following(self, at: int, holding: SequencePages, written: int) -> int:
+        """Hold a further page of a group and return it; for states the last page again, where the state in it need not
+        stay, or no page is to spare beside one for each sequence."""
+        group, table = self._groups[at], holding.tables[at]
+        if not group.has_states or not self._may_overwrite(holding, table):
+            return self._take(at)
+        pages = len(table)
+        stays = pages >= written // self.size or pages in holding.prompt_ends or pages in holding.branches
+        stays = stays or not pages * self.size % group.interval
+        return self._take(at) if stays and group.available > len(self._holdings) else table[-1]
+
+    @staticmethod
+    def _may_overwrite(holding: SequencePages, table: array) -> bool:
+        """Return whether nobody else can have found the last page of a sequence."""
+        return len(table) > holding.published and table[-1] != 0
 
     def has_room(
         self, holding: SequencePages, tokens: int, spare: int = 0, without: Collection[SequencePages] = ()
@@ -280,8 +322,8 @@ class Pages:
         Pages that only the holdings in `without` hold count as free.
         """
         for at, group in enumerate(self._groups):
-            held = sum(map(bool, holding.tables[at]))
-            shared = Counter(page for other in without for page in other.tables[at] if page)
+            held = len(_pages(holding.tables[at]))
+            shared = Counter(page for other in without for page in _pages(other.tables[at]))
             freed = sum(times == group.references[page] for page, times in shared.items())
             if group.most_held(tokens, self.size) - held + spare > group.available + freed:
                 return False
@@ -301,10 +343,11 @@ class Pages:
             elif not prefix.is_of(parent, holding.salt, content):
                 return  # a collision: the published prefix stays
             for at, group in enumerate(self._groups):
-                own = holding.tables[at][index]
-                if own and not prefix.pages[at]:
+                own, *following = holding.tables[at][index : index + 2]
+                if own and not prefix.pages[at] and own not in following:
                     prefix.pages[at] = own
                     group.prefix_of[own] = prefix
+            prefix.is_end |= index + 1 in holding.prompt_ends or index + 1 in holding.branches
             prefix.uses += 1
             if parent:
                 parent.uses -= 1
@@ -317,26 +360,42 @@ class Pages:
         self._free_unread(holding)
         self.returns += 1
         for group, table in zip(self._groups, holding.tables, strict=True):
-            for page in reversed(table):
-                if page:
-                    group.drop(page)
+            for page in reversed(_pages(table)):
+                group.drop(page)
         if holding.prefix:
+            holding.prefix.is_end |= holding.published > holding.begun
             holding.prefix.uses -= 1
             self._prune(holding.prefix)
 
     def _free_unread(self, holding: SequencePages) -> None:
-        for group, table in zip(self._groups, holding.tables, strict=True):
-            index = min(group.first_read(holding.tokens, self.size), len(table)) - 1
-            while index >= 0 and table[index]:
-                group.drop(table[index], is_passed=not self._is_kept(group, holding, index))
-                table[index] = 0
-                self.returns += 1
+        for at, (group, table) in enumerate(zip(self._groups, holding.tables, strict=True)):
+            tokens = holding.tokens
+            if group.has_states:  # a state is found at the end of a page that is published before it goes
+                tokens = min(tokens, (holding.published + 1) * self.size)
+            index = min(group.first_read(tokens, self.size), len(table)) - 1
+            following = table[index + 1] if index + 1 < len(table) else 0
+            while index >= 0 and (page := table[index]):
+                if page != following:
+                    group.drop(page)
+                    if page in group.cached and not self._is_kept(group, holding, index):
+                        self._pass_page(at, page)
+                    self.returns += 1
+                following, table[index] = page, 0
                 index -= 1
 
     def _is_kept(self, group: _Group, holding: SequencePages, index: int) -> bool:
         """Return whether texts that go on from a sequence's end, or from its branches, read its page of this index."""
         ends = holding.published, *holding.branches
         return any(group.first_read(end * self.size, self.size) <= index < end for end in ends)
+
+    def _pass_page(self, at: int, page: int) -> None:
+        """Let a cached page in the middle of texts go before others; at once if it has a state that need not stay."""
+        group, prefix = self._groups[at], self._groups[at].prefix_of[page]
+        if group.has_states and not prefix.is_end and prefix.length * self.size % group.interval:
+            self._forget(at, page)
+        else:
+            del group.cached[page]
+            group.passed[page] = None
 
     def _pass(self, holding: SequencePages) -> None:
         """Let the page go first that was kept for the end of a sequence, whose end is a page further now."""
@@ -348,21 +407,24 @@ class Pages:
             for _ in range(holding.published - 1 - index):
                 prefix = prefix.parent
             if prefix.pages[at] in group.cached:
-                del group.cached[prefix.pages[at]]
-                group.passed[prefix.pages[at]] = None
+                self._pass_page(at, prefix.pages[at])
 
     def _take(self, at: int) -> int:
-        """Hold a free page of a group, or evict one."""
+        """Hold a free page of a group, or the cached one of the least use."""
         group = self._groups[at]
-        if group.free:
-            page = group.free.pop()
-        else:
-            page = group.evict()
-            prefix = group.prefix_of.pop(page)
-            prefix.pages[at] = 0
-            self._prune(prefix)
-        group.hold(page)
+        if not group.free:
+            self._forget(at, next(iter(group.passed or group.cached)))
+        group.hold(page := group.free.pop())
         return page
+
+    def _forget(self, at: int, page: int) -> None:
+        """Free a cached page, which is found no more."""
+        group = self._groups[at]
+        (group.passed if page in group.passed else group.cached).pop(page)
+        group.free.append(page)
+        prefix = group.prefix_of.pop(page)
+        prefix.pages[at] = 0
+        self._prune(prefix)
 
     def _prune(self, prefix: _Prefix | None) -> None:
         """Forget a prefix that has no page and that nothing continues, and then those before it."""
@@ -375,7 +437,7 @@ class Pages:
     def check(self) -> None:
         """Raise AssertionError unless every page is free, cached or held, once, and all references are counted."""
         for at, group in enumerate(self._groups):
-            held = Counter(page for holding in self._holdings for page in holding.tables[at] if page)
+            held = Counter(page for holding in self._holdings for page in _pages(holding.tables[at]))
             assert group.references == [held[page] for page in range(group.count)], "references"
             cached = [*group.cached, *group.passed]
             assert sorted([*group.free, *cached, *held]) == [*range(1, group.count)], "each page is in one place"
@@ -391,6 +453,11 @@ class Pages:
     def _used(self) -> Iterator[_Prefix | None]:
         yield from (holding.prefix for holding in self._holdings)
         yield from (prefix.parent for prefix in self._prefixes.values())
+
+
+def _pages(table: array) -> list[int]:
+    """Return the pages of a table in order, each once."""
+    return [page for page in dict.fromkeys(table) if page]
 
 
 def _root(salt: bytes) -> bytes:

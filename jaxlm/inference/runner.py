@@ -160,12 +160,13 @@ class Runner:
         """The most rows of prompts in a step on a shard."""
         return self.programs.shapes.tiles[-1] * TILE
 
-    @property
-    def page_groups(self) -> list[PageGroup]:
-        """The groups of pages that the allocator of each shard hands out."""
+    def page_groups(self, states_every: int) -> list[PageGroup]:
+        """Return the groups of pages that the allocator of each shard hands out, with states that stay at each multiple
+        of so many tokens."""
+        layout = self.programs.layout
         return [
-            PageGroup(count, window)
-            for count, window in zip(self.cache.counts, self.programs.layout.groups, strict=True)
+            PageGroup(count, window, states_every if group == layout.state_group else None)
+            for group, (count, window) in enumerate(zip(self.cache.counts, layout.groups, strict=True))
         ]
 
     def warm(self, scores: bool = False, masks: bool = False) -> None:

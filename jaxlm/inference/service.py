@@ -233,7 +233,7 @@ class EngineService:
         return ServiceStatistics(
             waiting=engine.waiting,
             running=engine.running,
-            pages=len(engine.pages) * sum(group.count - 1 for group in engine.runner.page_groups),
+            pages=len(engine.pages) * sum(count - 1 for count in engine.runner.cache.counts),
             pages_held=engine.pages_held,
             pages_cached=engine.pages_cached,
             texts={name: replace(counts, ended=dict(counts.ended)) for name, counts in self._texts.items()},

@@ -7,6 +7,7 @@ CacheDtype = Literal["int8", "fp8"]  # of keys and values that are rounded
 
 LOOK_UP = "ngram"  # the source of drafts that is no model
 _DRAFTS, _MOST = 4, 16
+_STATE_INTERVAL = 512  # tokens
 
 
 class Speculation(NamedTuple):
@@ -39,6 +40,8 @@ class EngineSettings:
         needs.
       cache_dtype: of keys and values, where they are rounded to eight bits; None keeps them as they are computed.
       page: tokens of a page, a multiple of `step_shapes.TILE`.
+      state_interval: the tokens between states of recurrent layers that stay for prefixes, a multiple of `page`; None
+        is 512, or the next multiple.
       chunk_tokens: the most rows of prompts in a step on each device, rounded up to whole tiles.
       max_queued, max_queued_tokens: the most requests that wait, and the most of their tokens.
       exact: compute each row in one way on a CPU, whatever shares its step; if false, XLA may choose another way for
@@ -53,12 +56,18 @@ class EngineSettings:
     cache_bytes: int | None = None
     cache_dtype: CacheDtype | None = None
     page: int = 128
+    state_interval: int | None = None
     chunk_tokens: int = 512
     max_queued: int = 1 << 20
     max_queued_tokens: int = 1 << 40
     exact: bool = True
     speculation: Speculation | None = None
     steps_per_dispatch: int | None = None
+
+    @property
+    def states_every(self) -> int:
+        """The tokens between states that stay for prefixes."""
+        return self.state_interval or -(-_STATE_INTERVAL // self.page) * self.page
 
     @property
     def drafts(self) -> int:

@@ -57,7 +57,7 @@ class Shard:
         each generation that stays and may come to need one, so that its next token does not take pages from this
         generation at once.
         """
-        holding = self.pages.match(generation.shareable, generation.salt)
+        holding = self.pages.match(generation.shareable, generation.salt, len(generation.tokens))
         if self._reads_next_page_of(generation, holding):
             return Admission(self, holding, None, True)
         later = [other for other in reversed(later) if other.shard == self.index]

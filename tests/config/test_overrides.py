@@ -101,6 +101,16 @@ def test_unset_steps_keep_the_epochs_of_the_file(tmp_path):
     assert load("epochs.toml").training.epochs == 2
 
 
+def test_states_that_could_not_be_kept_are_refused():
+    recurrent = "model.attention.kind=short_convolution"
+    said = "inference.state_interval = 300 must be a multiple of inference.page = 128, such as 384"
+    assert said in refusal(recurrent, "inference.state_interval=300")
+    for override, every in (("inference.state_interval=384", 384), ("inference.page=96", 576)):
+        assert load(SMALL, [recurrent, override]).inference.settings().states_every == every
+    said = "inference.state_interval = 512 is of recurrent layers, which the model has not; leave it out"
+    assert said in refusal("inference.state_interval=512")
+
+
 def test_a_context_that_the_model_does_not_have_is_refused():
     longest = load(SMALL).model.context_length
     assert load(SMALL, [f"inference.context={longest}"]).inference.context == longest

@@ -70,6 +70,13 @@ def test_padding_among_rows_that_decode_changes_no_page_that_is_read(platform, m
     np.testing.assert_array_equal(after[1:], expected[1:])
 
 
+def test_states_have_pages_of_their_own_beside_keys_of_two_tokens():
+    """A state may be written over by the next one of its sequence, and keys may not."""
+    keys, state = Slot(SHAPE, HEADS[2:], window=2), Slot(SHAPE, HEADS[2:], per="sequence")
+    layout = PageLayout.of({"0": CacheEntry(1, {"key": keys}), "1": CacheEntry(1, {"matrix": state})}, PAGE)
+    assert (layout.groups, layout.state_group, layout.names) == ((2, 2), 1, ("window=2", "states"))
+
+
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @PLATFORMS
 def test_pages_of_eight_bits_hold_each_token_rounded_by_itself(platform, dtype, monkeypatch):

@@ -276,6 +276,71 @@ def test_states_at_the_ends_of_texts_and_where_texts_differ_outlive_those_betwee
         assert found(pages, (*TEXT[:12], 7)) == 12
 
 
+def of_states(count, interval=16, keys=200):
+    return Pages([PageGroup(keys), PageGroup(count, 2, interval)], SIZE)
+
+
+def test_states_take_pages_at_multiples_and_ends_alone():
+    """Not where a prompt, or what is drawn, only goes by. A text that differs elsewhere goes on from the multiple
+    before, the next one from where they differ."""
+    pages = of_states(20)
+    holding = pages.match(TEXT[:30])
+    for tokens in (22, 30):
+        assert pages.extend(holding, tokens)
+        pages.publish(holding, TEXT[:tokens])
+        pages.check()
+        assert pages.held[1] <= 4  # where it goes on from, 16, the last whole page, and the page after that
+    for tokens in range(31, 39):  # the prompt ends at 28, the text at 36
+        assert pages.extend(holding, tokens)
+        pages.publish(holding, TEXT[:tokens])
+        assert pages.held[1] <= 2
+    pages.release(holding)
+    pages.check()
+    assert pages.cached == (9, 4)  # at 16, 28, 32 and 36
+    assert [found(pages, TEXT[:n]) for n in (21, 29, 32, 33, 40)] == [16, 28, 28, 32, 36]
+    other = (*TEXT[:22], *range(9))
+    assert hits(pages, other) == (16, (20, 0), (16, 4))
+    pages.release(written(pages, other, step=31))
+    assert hits(pages, (*TEXT[:22], 0, 0)) == (20, (20, 0), (20, 0))
+
+
+def test_a_prompt_needs_the_state_before_and_the_one_after_alone():
+    """No other stays where there is no room for more; a state that another could find is written over by nobody."""
+    pages = of_states(3)
+    holding = pages.match(TEXT)
+    for tokens in (18, 24, 39, 40):
+        assert pages.room(holding) == 199 * SIZE  # of keys
+        assert pages.extend(holding, tokens)
+        pages.publish(holding, TEXT[:tokens])
+        pages.check()
+    pages.release(holding)
+    assert found(pages, (*TEXT, 0)) == 40
+    first, second = pages.match(()), pages.match(TEXT[20:])
+    assert pages.extend(first, 1) and pages.extend(second, 7)
+    pages.publish(second, TEXT[20:27])
+    assert pages.extend(second, 16)
+    pages.publish(second, TEXT[20:36])
+    assert pages.room(second) == 16 and not pages.extend(second, 17)
+    pages.check()
+    assert found(pages, TEXT[20:]) == 16
+
+
+def test_a_text_s_end_within_several_steps_of_a_dispatch_is_found():
+    """The host knows what is drawn a dispatch later than it is written: states stay until they are published."""
+    for end in range(5, 30):
+        pages = of_states(20)
+        holding = pages.match(TEXT[:5])
+        assert pages.extend(holding, 5)
+        for known in range(5, end, 3):
+            pages.publish(holding, TEXT[:known])
+            assert pages.extend(holding, known + 6, known + 4) and pages.held[1] <= 3
+            holding.tokens = known + 6
+        pages.publish(holding, TEXT[:end])
+        pages.release(holding)
+        pages.check()
+        assert found(pages, TEXT[: end + 1]) == end // SIZE * SIZE
+
+
 def test_bad_use_is_refused():
     pages = full(4)
     holding = pages.match(TEXT)
@@ -285,18 +350,27 @@ def test_bad_use_is_refused():
     for groups, size in (([], 4), ([PageGroup(1)], 4), ([PageGroup(4)], 0)):
         with pytest.raises(InputError, match="2 pages"):
             Pages(groups, size)
+    for group in (PageGroup(4, 2, 6), PageGroup(4, None, 8), PageGroup(4, 2, 0)):
+        with pytest.raises(InputError, match="a multiple of their pages of 4 tokens"):
+            Pages([group], 4)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
-    groups=st.lists(st.builds(PageGroup, st.integers(2, 9), st.none() | st.integers(1, 9)), min_size=1, max_size=3),
+    groups=st.lists(
+        st.tuples(st.integers(2, 9), st.none() | st.integers(1, 9), st.sampled_from((None, None, 1, 3))),
+        min_size=1,
+        max_size=3,
+    ),
     size=st.integers(1, 4),
     actions=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 1), st.integers(0, 24)), max_size=40
     ),
 )
 def test_pages_balance_whatever_is_done(groups, size, actions):
-    pages = Pages(groups, size)
+    pages = Pages(
+        [PageGroup(n, 2, every * size) if every else PageGroup(n, window) for n, window, every in groups], size
+    )
     holdings = []
     for kind, which, text, number in actions:
         tokens = [text, *[0] * 11, *[text] * 12]

@@ -43,11 +43,13 @@ def text_of(request, stop_token_ids=()):
 
 class SimulatedDevice:
     """A shard of devices that keeps, for each place in the pages of a group, the salted prefix that the key there is
-    of. Rows of drafts are read and refused as `speculation` says."""
+    of, and for a page of states that of its state. Rows of drafts are read and refused as `speculation` says."""
 
     def __init__(self, groups, size):
         self.groups, self.size = groups, size
         self.keys = {}
+        self.of_tokens = [group for group, each in enumerate(groups) if each.interval is None]
+        self.of_states = [group for group, each in enumerate(groups) if each.interval is not None]
         self.texts = {}  # by slot, with the last token, which the host may not have seen
 
     def run(self, plan):
@@ -64,7 +66,8 @@ class SimulatedDevice:
         rows += [(c.generation, tuple(c.generation.tokens[: c.stop]), c.start, c.stop) for c in plan.chunks]
         written = {}
         for row, ((generation, text, start, stop), tables) in enumerate(zip(rows, plan.tables, strict=True)):
-            for group, table in enumerate(tables):
+            for group in self.of_tokens:
+                table = tables[group]
                 for at in range(start, stop):
                     place = group, table[at // self.size], at % self.size
                     assert place[1] and place not in written, "each row writes to a place of its own"
@@ -72,7 +75,8 @@ class SimulatedDevice:
                     self.keys[place] = generation.salt, text[: at + 1]
         writers = {place[:2]: row for place, row in written.items()}
         for row, ((generation, text, start, stop), tables) in enumerate(zip(rows, plan.tables, strict=True)):
-            for group, table in enumerate(tables):
+            for group in self.of_tokens:
+                table = tables[group]
                 assert all(writers.get((group, page), row) == row for page in table if page), (
                     "no shared page is written"
                 )
@@ -80,6 +84,7 @@ class SimulatedDevice:
                 for at in range(max(start - window + 1, 0), stop):
                     key = self.keys[group, table[at // self.size], at % self.size]
                     assert table[at // self.size] and key == (generation.salt, text[: at + 1]), "it reads its own keys"
+        self.carry(rows, plan)
         draws, foreseen = {}, set()
         ends = [True] * len(plan.decode) + [chunk.draws for chunk in plan.chunks]
         for row, ((generation, text, start, stop), slot, is_end) in enumerate(zip(rows, plan.slots, ends, strict=True)):
@@ -96,6 +101,20 @@ class SimulatedDevice:
                 foreseen.add(generation.id)
         assert draws.keys() == {generation.id for generation in plan.draws}
         return draws, foreseen
+
+    def carry(self, rows, plan):
+        """Write the states after the tokens of rows, one after the other, each over that of its page."""
+        writers = {}
+        for row, ((generation, text, start, stop), tables) in enumerate(zip(rows, plan.tables, strict=True)):
+            for group in self.of_states:
+                table = tables[group]
+                for at in range(start, stop):
+                    if at:
+                        state = self.keys[group, table[(at - 1) // self.size]]
+                        assert state == (generation.salt, text[:at]), "it goes on from its own state"
+                    page = table[at // self.size]
+                    assert page and writers.setdefault((group, page), row) == row, "no shared page is written"
+                    self.keys[group, page] = generation.salt, text[: at + 1]
 
 
 @dataclass
@@ -238,24 +257,45 @@ VISITS = st.builds(
     leaves=st.none() | st.integers(0, 12),
     how=st.integers(0, 3),
 )
+SIZES = {
+    "shards": st.sampled_from((1, 1, 2, 3)),
+    "slots": st.integers(1, 5),
+    "chunk": st.integers(3, 12),
+    "tile": st.integers(1, 3),
+    "ahead": st.sampled_from((0, 1, 1, 1, 2)),
+}
+
+
+def of_keys(window):
+    return st.builds(PageGroup, st.integers(4, 14), st.just(window), st.none())
+
+
 ENGINES = st.builds(
     SimulatedEngine,
     groups=st.sampled_from((None, (2,), (3,), (5,), (None, 3), (None, 1, 6))).flatmap(
-        lambda windows: st.tuples(*(st.builds(PageGroup, st.integers(4, 14), st.just(w)) for w in (windows or (None,))))
+        lambda windows: st.tuples(*(of_keys(w) for w in (windows or (None,))))
     ),
-    shards=st.sampled_from((1, 1, 2, 3)),
     size=st.integers(1, 5),
-    slots=st.integers(1, 5),
-    chunk=st.integers(3, 12),
-    tile=st.integers(1, 3),
-    ahead=st.sampled_from((0, 1, 1, 1, 2)),
     drafts=st.sampled_from((0, 0, 1, 2, 5)),
+    **SIZES,
 )
+
+
+def with_states(size, others, every):
+    """Engines of states beside groups of keys with these windows."""
+    states = st.builds(PageGroup, st.integers(3, 14), st.just(2), st.just(every * size))
+    groups = st.tuples(states, *map(of_keys, others))
+    return st.builds(SimulatedEngine, groups=groups, size=st.just(size), **SIZES)
+
+
+OF_STATES = st.tuples(
+    st.integers(1, 5), st.sampled_from(((None,), (None,), (), (None, 2))), st.sampled_from((1, 2, 3))
+).flatmap(lambda each: with_states(*each))
 PROPERTIES = settings(deadline=None, derandomize=True, database=None)
 
 
-@settings(PROPERTIES, max_examples=150)
-@given(engine=ENGINES, visits=st.lists(VISITS, min_size=1, max_size=12))
+@settings(PROPERTIES, max_examples=120)
+@given(engine=ENGINES | OF_STATES, visits=st.lists(VISITS, min_size=1, max_size=12))
 def test_each_gets_its_own_text_whatever_comes_and_goes(engine, visits):
     """Nothing is lost, duplicated, starved or leaked, and no row reads a key that is not of its own prefix."""
     serve(engine, visits)
@@ -263,7 +303,7 @@ def test_each_gets_its_own_text_whatever_comes_and_goes(engine, visits):
 
 @pytest.mark.exhaustive
 @settings(PROPERTIES, max_examples=4000, suppress_health_check=list(HealthCheck))
-@given(engine=ENGINES, visits=st.lists(VISITS, min_size=4, max_size=30))
+@given(engine=ENGINES | OF_STATES, visits=st.lists(VISITS, min_size=4, max_size=30))
 def test_many_get_their_own_texts(engine, visits):
     serve(engine, visits)
 

@@ -182,6 +182,30 @@ def test_the_page_has_what_was_recorded_of_mixtures():
     assert [each for each in said if each not in " ".join(told.split())] == []
 
 
+def test_the_page_has_how_far_llama_cpp_is_ahead():
+    folder, told = BENCHMARKS / "results" / "cpu-avx512-2-cores", (BENCHMARKS / "README.md").read_text()
+    cases = json.loads((folder / "decode.json").read_text())["cases"]
+    assert [case["rows"] for case in cases] == [1, 8, 1, 8]
+    eight, four, sixteen = (
+        [case[ours]["median_step_s"] / case[theirs]["median_step_s"] for case in cases]
+        for ours, theirs in (
+            ("jaxlm w8a8", "llama.cpp Q8_0"),
+            ("jaxlm int4", "llama.cpp Q4_0"),
+            ("jaxlm bfloat16", "llama.cpp F16"),
+        )
+    )
+    said = [
+        "takes {:.2f} and {:.2f} of llama.cpp's time; at one sequence {:.1f} and {:.1f},".format(
+            *eight[1::2], *eight[::2]
+        )
+    ]
+    said.append(f"int4 takes {min(four):.1f} to {max(four):.1f} times as long as Q4_0")
+    said.append(f"bfloat16 {min(sixteen):.1f} to {max(sixteen):.1f} times as long as F16")
+    (float32, bfloat16) = json.loads((folder / "bracket.json").read_text())["calibrations"][0]["peak_flops"].values()
+    said.append(f"({bfloat16 / 1e9:.0f} and {float32 / 1e9:.0f} GFLOP/s in")
+    assert [each for each in said if each not in " ".join(told.split())] == []
+
+
 def test_an_h200_has_its_peak():
     import train_gpu
 

@@ -162,6 +162,12 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", one, "h100-sxm5:4", 64, 2048, fsdp(4), (*each, halves))
     yield MemoryCase("train", one, "h200-sxm:4", 8, 2048, Layout(data=2, fsdp=2), (few, auto, full, halves))
 
+    # Recurrent layers, alone, and three before one of attention.
+    delta, mamba = "qwen3.5-27b", "mamba2-2.7b"
+    narrow = "model.d_model=2048", "model.feed_forward.d_ff=4096"
+    yield MemoryCase("train", delta, "h200-sxm", 4, 4096, overrides=(*narrow, *each))
+    yield MemoryCase("train", mamba, "h200-sxm", 4, 4096, overrides=each)
+
     # Sequences, experts and layers that devices share out.
     big, eight = "llama3.1-405b", (auto, full, "model.num_layers=8")
     yield MemoryCase("train", big, "h100-sxm5:64", 4, 131072, Layout(context=16, tensor=4), eight)

@@ -77,6 +77,8 @@ def _fwd(settings: _ChunkedSettings, operands: ChunkedOperands) -> tuple:
 
 def _bwd(settings: _ChunkedSettings, kept: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple:
     (operands, states), (d_y, d_last) = kept, cotangents
+    # As the gradients come: XLA would make what this pass makes again of the operands in the forward pass, and keep it.
+    operands, d_y = jax.lax.optimization_barrier((operands, d_y))
     gradients = _backward(settings, operands, states, d_y, d_last)
     d_skip = None
     if operands.skip is not None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 from matrices import sampled
 from numerics import problem, results_and_gradients
 
@@ -137,6 +137,41 @@ def _flops_of_products(jaxpr):
                         yield from inside(inner, times * trips)
 
     return sum(inside(jaxpr, 1))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@interpreted()
+def test_the_backward_pass_begins_with_the_gradients(name):
+    """XLA would run what reads the operands alone in the forward pass, and keep it. Four layers of Qwen3.5, three of
+    them of Gated DeltaNet, 4 × 4096 on an H200, would take 19.6 GB for 16.1 GB."""
+    shapes = [(1, 32, 1, 16)] * 2 + [(1, 32, 1, 16)] + [(1, 32, 1)] * 2 + [(1,)] * (name == "state_space")
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (*shapes, (1, 1, 16, 16))]
+
+    def both_passes(d_y, d_last, *arrays):
+        return jax.vjp(functools.partial(FUNCTIONS[name], chunk=16, implementation="triton"), *arrays)[1]((d_y, d_last))
+
+    jaxpr = jax.make_jaxpr(both_passes)(structs[2], structs[-1], *structs).jaxpr
+    kernels = []
+    _read_gradients(jaxpr, [True, True, *[False] * len(structs)], kernels)
+    assert kernels == [False, False, True, True, True, True]
+
+
+def _read_gradients(jaxpr, do_inputs, kernels):
+    """Return which results depend on inputs that do, and add whether each kernel does."""
+    dependent = {x for x, does in zip(jaxpr.invars, do_inputs, strict=True) if does}
+
+    def among(atoms):
+        return [not isinstance(x, Literal) and x in dependent for x in atoms]
+
+    for eqn in jaxpr.eqns:
+        do_operands = among(eqn.invars)
+        do_results = [any(do_operands)] * len(eqn.outvars)
+        if eqn.primitive.name == "pallas_call":
+            kernels.append(any(do_operands))
+        elif inner := list(jaxprs_in_params(eqn.params)):
+            do_results = _read_gradients(inner[0], do_operands, kernels)
+        dependent.update(x for x, does in zip(eqn.outvars, do_results, strict=True) if does)
+    return among(jaxpr.outvars)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

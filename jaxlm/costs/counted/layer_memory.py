@@ -45,16 +45,16 @@ def kept_by_layer(device: DeviceStep) -> tuple[Kept, ...]:
     With rematerialisation these are its inputs, the values with the names that the policy keeps, and what doors keep
     beside a value with such a name; without rematerialisation, all that the backward pass reads.
     """
-    return _kept_by_layer(device, device.work.remat)
+    return _kept_by_layer(device, device.work.remat, device.work.execution.in_loop)
 
 
 @memoized_in("answers_of_rows")
-def _kept_by_layer(device: DeviceStep, remat: Remat) -> tuple[Kept, ...]:
+def _kept_by_layer(device: DeviceStep, remat: Remat, in_loop: bool) -> tuple[Kept, ...]:
     recording, layers = device.recording, []
     for layer, begin in enumerate(recording.layers):
         uses = recording.by_layer[layer]
         if remat == "none":
-            layers.append(_read(device, uses))
+            layers.append(_read(device, uses, in_loop))
         else:
             names = () if remat == "full" else remat
             named = {value: use for use in uses for value in use.results if recording.names.get(value) in names}
@@ -77,19 +77,20 @@ def _bytes(device: DeviceStep, values: Iterable[int]) -> int:
     return sum(device.bytes[value] for value in {device.same(value) for value in values})
 
 
-def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> Kept:
+def _read(device: DeviceStep, uses: Sequence[RecordedOp], in_loop: bool) -> Kept:
     """Return what the backward pass of doors reads; without recomputation, all of it is kept."""
-    reads = [_read_by(device, use) for use in uses]
+    reads = [_read_by(device, use, in_loop) for use in uses]
     return _kept(device, {value for values, _ in reads for value in values}, sum(more for _, more in reads))
 
 
-def _read_by(device: DeviceStep, use: RecordedOp) -> tuple[Iterable[int], int]:
+def _read_by(device: DeviceStep, use: RecordedOp, in_loop: bool) -> tuple[Iterable[int], int]:
     """Return the values that the backward pass of a door reads, and the bytes of what it reads besides."""
     declared = device.cost(use).saved
-    more = declared.instead + declared.bytes + declared.with_result + declared.masks
+    instead = declared.instead if in_loop else 0
+    more = instead + declared.bytes + declared.with_result + declared.masks
     if declared.shared is not None and not _is_shared(device):
         more += declared.shared[1]
-    return () if declared.instead else device.saved(use), more
+    return () if instead else device.saved(use), more
 
 
 @memoized_in("answers_of_rows")
@@ -126,34 +127,34 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
 
 
 def backward(device: DeviceStep, layer: int) -> LayerPeak:
-    """Return the peak of a layer's backward pass beside what all layers keep: at a door with a workspace, or else where
-    most values and gradients are live."""
-    # In a loop it reads a copy, out of the stacks of all layers.
-    where_it_is = None if device.work.execution.in_loop else device.work.remat
-    return _backward(device, layer, where_it_is, device.work.remat == "none")
+    """Return the peak of a layer's backward pass: at a door with a workspace, or else where most values and gradients
+    are live. In a loop it is beside what all layers keep; of a layer that is written out, beside what others keep."""
+    return _backward(device, layer, device.work.remat, device.work.execution.in_loop)
 
 
 @memoized_in("answers_of_rows")
-def _backward(device: DeviceStep, layer: int, where_it_is: Remat | None, keeps: bool) -> LayerPeak:
-    """Return the peak of a layer's backward pass, which reads what the forward pass left `where_it_is` under this
-    rematerialisation (None: a copy). `keeps`: whether all values that it reads are kept."""
+def _backward(device: DeviceStep, layer: int, remat: Remat, in_loop: bool) -> LayerPeak:
+    """Return the peak of a layer's backward pass under this rematerialisation. In a loop it reads copies, out of the
+    stacks of all layers, and otherwise what the layer keeps."""
     uses = device.recording.by_layer[layer]
-    kept = _kept(device, (), 0) if where_it_is is None else _kept_by_layer(device, where_it_is)[layer]
     if working := _with_workspace(device, uses):
-        return max(LayerPeak(_around_workspace(device, layer, i, kept, keeps), i) for i in working)
+        kept = _kept(device, (), 0) if in_loop else _kept_by_layer(device, remat, in_loop)[layer]
+        around = (_around_workspace(device, layer, i, kept, remat == "none") for i in working)
+        return max(LayerPeak(kept.total + bytes_, i) for bytes_, i in zip(around, working, strict=True))
     beside, lives = [device.cost(use).workspace.beside for use in uses], _lives(device, layer)
     of_passes = sum(device.cost(use).workspace.of_passes for use in uses)
-    read, bytes_, more, peaks = set(kept.values), of_passes, -kept.more, []
+    # What only the backward pass of later doors reads is gone.
+    read, bytes_, peaks = set(), of_passes, []
     for i, use in enumerate(uses):
-        values, more_of_use = _read_by(device, use)
+        values, more = _read_by(device, use, in_loop)
         new = {device.same(value) for value in values} - read
         read |= new
-        bytes_, more = bytes_ + sum(device.bytes[value] for value in new), more + more_of_use
+        bytes_ += sum(device.bytes[value] for value in new) + more
         # A GPU's program computes the gradients of matrices last: what these products read of later doors waits.
         working = beside[i] if device.work.platform == "tpu" else sum(beside[i:])
         working += device.cost(use).workspace.between_kernels[1]
         gradients = _bytes_of_gradients(device, use, i, lives)
-        peaks.append(LayerPeak(bytes_ + max(0, more) + working + gradients, i))
+        peaks.append(LayerPeak(bytes_ + working + gradients, i))
     return max(peaks)
 
 

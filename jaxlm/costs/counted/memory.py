@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxlm.costs.counted import drawing, gathered_memory, layer_memory, operations, parameters
+from jaxlm.costs.counted import drawing, gathered_memory, layer_memory, operations, parameters, written_out
 from jaxlm.costs.counted.between_stages import kept_bytes, slot_numbers
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.device import DeviceStep, device_step
@@ -173,10 +173,10 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         if work.execution.in_loop:  # the stacks of all layers are there from its first trip to its last
             ends = [(saved, itemsize * of_layers, slices)]
         else:  # what a layer keeps goes, and its gradients come
-            own, masks = layer_memory.kept_by_layer(representative)[layer].total, layer_memory.masks(representative)
+            outside = layer_memory.masks(representative) + kept_bytes(work)
             ends = [
-                (saved, 0, slices),
-                (masks + own, itemsize * of_layers, slices // work.stage_layers.model.num_layers),
+                (outside + place.kept, round(itemsize * of_layers * place.made), round(slices * place.left))
+                for place in written_out.places(representative, layer, gradients)
             ]
         for kept, made, cut in ends:
             weights = resident.parameters + cut - reused.backward

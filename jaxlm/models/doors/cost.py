@@ -240,7 +240,8 @@ class Saved(NamedTuple):
 
     Attributes:
       operands, results: by index.
-      instead: bytes that are kept in the place of these values, where everything is kept.
+      instead: bytes that a loop over layers keeps in the place of these values where everything is kept: it stacks what
+        the derivatives of equations read. Where layers are written out XLA makes that again of these values.
       bytes: kept besides them.
       with_result: bytes kept with the result wherever that is.
       masks: bytes of random masks, which stay whatever runs again.

@@ -205,6 +205,7 @@ def _show(plan: "Plan") -> None:
             else "as many layers on each"
         )
         chunks = f", each with {stages['rounds']} chunks of layers" if stages["rounds"] > 1 else ""
+        chunks += ", which gather matrices once a step" if stages["gather"] == "step" else ""
         table.add("stages", f"{stages['count']}{chunks}, {idle}; idle in {stages['bubble']:.1%} of their time (bubble)")
     if other := plan.stack.changes():
         table.add("stack", ", ".join(f"{key}={value}" for key, value in other.items()))

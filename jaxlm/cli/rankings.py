@@ -101,8 +101,9 @@ def _cells(plan: "Plan", labels: dict[str, str], limited: bool) -> list[str]:
         units.or_dash(plan.usd_per_run, "{:,.0f}".format),
     )
     rounds = f", {plan.work.rounds} rounds" if plan.work.rounds > 1 else ""
+    once = ", gathered once" if plan.work.gathers_once else ""
     return [
-        str(plan.work.layout).replace(" × ", "×") + rounds,
+        str(plan.work.layout).replace(" × ", "×") + rounds + once,
         *((str(plan.work.microbatches), remat) if plan.work.kind == "train" else ()),
         f"{plan.memory.total / plan.capacity:.0%}{_TIGHT * (plan.fits and not plan.leaves_headroom)}",
         units.seconds(plan.time.expected),

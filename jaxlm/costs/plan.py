@@ -144,11 +144,13 @@ class Plan:
 
     def _of_stages(self) -> dict[str, Any]:
         """Return the stages of a pipeline as JSON, under `stages`: the share of idle passes among all, the slots of a
-        chunk and those that have no layer, and the inputs that each stage keeps; empty without one."""
+        chunk and those that have no layer, how often matrices are gathered, and the inputs that each stage keeps; empty
+        without one."""
         if (work := self.work).stages == 1:
             return {}
         ticks, staged = work.ticks, work.stage_layers
         sizes = {"count": work.stages, "rounds": work.rounds, "slots": staged.slots, "idle_slots": staged.idle}
+        sizes |= {"gather": work.execution.pipeline_gather}
         return {"stages": {**sizes, "passes": ticks.passes, "bubble": ticks.bubble, "kept_inputs": ticks.kept}}
 
     def _sent(self) -> dict[str, Any]:

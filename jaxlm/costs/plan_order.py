@@ -110,14 +110,14 @@ class PlanOrder(NamedTuple):
 FASTEST = PlanOrder()
 
 
-def simplicity(plan: Plan) -> tuple[int, int, int, int, int]:
-    """Return a key that is least for the simplest plan: with the fewest mesh axes, then the fewest rounds of a pipeline
-    and the fewest microbatches, then without rematerialisation before that of some activations and of all, then with
-    the fewest devices in a layer."""
+def simplicity(plan: Plan) -> tuple[int, int, bool, int, int, int]:
+    """Return a key that is least for the simplest plan: with the fewest mesh axes, the fewest rounds of a pipeline,
+    without matrices that stay gathered and with the fewest microbatches, then without rematerialisation before that of
+    some activations and of all, then with the fewest devices in a layer."""
     work = plan.work
     axes = sum(size > 1 for size in work.layout.values())
     remat = {"none": 0, "full": 2}.get(work.remat, 1) if isinstance(work.remat, str) else 1
-    return axes, work.rounds, work.microbatches, remat, work.layout.over(work.rules.of_layers)
+    return axes, work.rounds, work.gathers_once, work.microbatches, remat, work.layout.over(work.rules.of_layers)
 
 
 def divides_layers_over_network(plan: Plan) -> bool:

@@ -31,7 +31,11 @@ VARIED = {
     "microbatches": "training.microbatches",
     "remat": "execution.remat",
     "rounds": "execution.pipeline_rounds",
+    "gather": "execution.pipeline_gather",
 }
+
+# Parts of the time of a step.
+_BUBBLE, _GATHERING = "pipeline bubble", "exposed all-gather"
 
 # Meshes with stages or with shared sequences are searched around so many of the best.
 _FRONTIER = 2
@@ -169,6 +173,8 @@ class _Search:
         work = replace(self.work.on(self.target.chip), layout=layout)
         if "rounds" not in self.fixed:
             work = work.with_execution(pipeline_rounds=1)
+        if "gather" not in self.fixed:
+            work = work.with_execution(pipeline_gather="tick")
         if not _may_run(work, self.target.slices, layout):
             return _NOTHING._replace(rank=(max(1.0, work.batch_shards / work.batch), math.inf))
         if work.stages > 1 and not self.staged:
@@ -203,8 +209,20 @@ class _Search:
     def _worthwhile(self, by_remat: list[list[Workload]]) -> Iterator[Plan]:
         """Yield the plans of the variants on a mesh that no other outdoes: of each rematerialisation that with the
         fewest microbatches that fit and, where its layers are in a loop, that with the fewest for which they are not.
-        In a pipeline more microbatches shorten the bubble, as long as they do, and so do more rounds.
+        In a pipeline more microbatches shorten the bubble, as long as they do, and so do more rounds; all of it once
+        more with matrices that are gathered once a step, where these plans could then be among the best.
         """
+        yield from (plans := list(self._of_each_remat(by_remat)))
+        if not plans or plans[0].work.stages == 1 or "gather" in self.fixed:
+            return
+        least = min(self._value_without(plan, _BUBBLE, _GATHERING) for plan in plans)
+        once = [[each.with_execution(pipeline_gather="step") for each in counts] for counts in by_remat]
+        step = device_step(once[0][0])
+        if self._may_be_among_best(least) and any(map(step.is_gathered_before, step.recording.uses)):
+            yield from self._of_each_remat(once)
+
+    def _of_each_remat(self, by_remat: list[list[Workload]]) -> Iterator[Plan]:
+        """Yield the worthwhile plans of one way to gather matrices."""
         fewest = None
         for counts in by_remat:
             # What computes more again is worth it in fewer microbatches alone.
@@ -220,25 +238,36 @@ class _Search:
             else:
                 plans = list(self._while_faster(fitting))
                 yield from plans
-                yield from self._with_rounds(plans[-1])
+                yield from self._with_rounds(plans, fitting)
 
-    def _with_rounds(self, best: Plan) -> Iterator[Plan]:
-        """Yield the plans with more and more chunks of layers on each stage, as long as they fit and are faster, where
-        they could be among the best without any bubble."""
-        work = best.work
-        computed = 1 - best.time.parts["pipeline bubble"].seconds / best.time.expected
-        if "rounds" in self.fixed or work.microbatches % work.stages:
+    def _with_rounds(self, plans: list[Plan], counts: Sequence[Workload]) -> Iterator[Plan]:
+        """Yield the plans with more and more chunks of layers on each stage, as long as they fit and are faster than
+        the last of `plans`, where these could be among the best without any bubble. With a shorter bubble fewer
+        microbatches may be faster: of the `counts` each number of chunks is tried with fewer and fewer."""
+        best, divided = plans[-1], [each for each in counts if each.microbatches % each.stages == 0]
+        if "rounds" in self.fixed or not divided:
             return
-        if not self._may_be_among_best(self.order.value(best) * computed):
+        if not self._may_be_among_best(min(self._value_without(plan, _BUBBLE) for plan in plans)):
             return
-        most = work.model.num_layers // work.stages
-        in_rounds = (work.with_execution(pipeline_rounds=2**n) for n in range(1, most.bit_length()))
-        fitting = itertools.takewhile(self._fits, in_rounds)
-        yield from self._while_faster(fitting, self.order.value(best))
+        for n in range(1, (best.work.model.num_layers // best.work.stages).bit_length()):
+            fewer = [each for each in reversed(divided) if each.microbatches <= best.work.microbatches] or divided[:1]
+            in_rounds = (each.with_execution(pipeline_rounds=2**n) for each in fewer)
+            found = self._while_faster(itertools.takewhile(self._fits, in_rounds))
+            faster = [each for each in found if self.order.value(each) < self.order.value(best)]
+            if not faster:
+                return
+            yield from faster
+            best = faster[-1]
 
-    def _while_faster(self, variants: Iterable[Workload], last: float = math.inf) -> Iterator[Plan]:
-        """Yield the plans of variants as long as each is faster than the one before it; the first faster than
-        `last`."""
+    def _value_without(self, plan: Plan, *parts: str) -> float:
+        """Return the value that a plan would have if these parts of its time, by the beginnings of their names, took
+        none."""
+        left = sum(part.seconds for name, part in plan.time.parts.items() if not name.startswith(parts))
+        return self.order.value(plan) * left / plan.time.expected
+
+    def _while_faster(self, variants: Iterable[Workload]) -> Iterator[Plan]:
+        """Yield the plans of variants as long as each is faster than the one before it."""
+        last = math.inf
         for each in variants:
             planned = self._plan(each)
             if self.order.value(planned) >= last:

@@ -305,9 +305,13 @@ class Workload:
         return self.remat if isinstance(self.remat, str) else json.dumps(self.remat)
 
     def overrides(self) -> str:
-        """`microbatches`, `remat`, and `rounds` where there are several, as a shell takes them for a command."""
+        """`microbatches`, `remat`, and what else a search varies where it is not the default, as a shell takes them for
+        a command."""
         rounds = f" execution.pipeline_rounds={self.rounds}" if self.rounds > 1 else ""
-        return f"training.microbatches={self.microbatches} execution.remat={shlex.quote(self.remat_shown)}{rounds}"
+        once = " execution.pipeline_gather=step" if self.gathers_once else ""
+        return (
+            f"training.microbatches={self.microbatches} execution.remat={shlex.quote(self.remat_shown)}{rounds}{once}"
+        )
 
     def on(self, chip: Chip) -> "Workload":
         """Return the workload on a chip, without kernels if none are compiled for that chip."""

@@ -127,7 +127,7 @@ def test_what_a_search_finds_is_planned_alike_where_it_is_given(capsys):
     assert sum(size > 1 for size in row["mesh"].values()) > 1
     keys = "training.batch", "training.microbatches", "execution.remat"
     given = [f"{key}={json.dumps(row[key.partition('.')[2]])}" for key in keys]
-    given += [f"execution.pipeline_rounds={row['stages']['rounds']}"] if "stages" in row else []
+    given += [f"execution.pipeline_{key}={row['stages'][key]}" for key in ("rounds", "gather") if "stages" in row]
     mesh = ",".join(f"{axis}={size}" for axis, size in row["mesh"].items())
     planned = json.loads(
         plan(capsys, "--on", "h200-sxm:64", "--mesh", mesh, "training.sequence=4096", *given, "--json")

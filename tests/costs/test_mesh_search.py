@@ -1,5 +1,6 @@
 """The search over all mesh axes, of which it looks at a part."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -67,14 +68,33 @@ def test_what_a_search_leaves_out_is_not_among_the_best(monkeypatch, name, batch
     assert some[:best] == every[:best]
 
 
-def test_a_search_tries_more_chunks_of_layers_on_each_stage():
-    target = Target.parse("h100-sxm5:16")
-    work = workload("train", config.load("llama3.1-8b").model, 16, 8192)
-    mesh = Layout(pipeline=2, fsdp=8)
-    in_rounds = {plan.work.rounds: plan for plan in search(work, target) if plan.work.layout == mesh}
-    assert set(in_rounds) >= {1, 2} and in_rounds[2].time.expected < in_rounds[1].time.expected
-    assert "execution.pipeline_rounds=2" in in_rounds[2].work.overrides()
-    assert {plan.work.rounds for plan in search(work, target, ["rounds"])} == {1}
+@pytest.mark.parametrize(
+    ("layers", "batch", "mesh", "microbatches", "rounds"),
+    [
+        (16, 64, Layout(pipeline=2, fsdp=8), 4, 4),
+        pytest.param(32, 128, Layout(pipeline=4, fsdp=4), 8, 8, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_search_varies_microbatches_rounds_and_gathers_of_a_pipeline_together(
+    layers, batch, mesh, microbatches, rounds
+):
+    """In rounds fewer microbatches are best: 8 and 16 are without rounds."""
+    target, model = Target.parse("h100-sxm5:16"), config.load("llama3.1-8b").model
+    work = workload("train", model.model_copy(update={"num_layers": layers}), batch, 2**18 // batch).on(target.chip)
+    found, on_mesh = best_on(mesh, work, target).work, replace(work, layout=mesh)
+    changes = itertools.product([2**n for n in range((layers // found.stages).bit_length())], ("tick", "step"))
+    every = [
+        plan(each, target)
+        for rounds, gather in changes
+        for each in variants(on_mesh.with_execution(pipeline_rounds=rounds, pipeline_gather=gather))
+    ]
+    best = min((each for each in every if each.leaves_headroom), key=lambda each: each.time.expected).work
+    assert found.overrides() == best.overrides()
+    expected = microbatches, "none", rounds, True
+    assert (found.microbatches, found.remat, found.rounds, found.gathers_once) == expected
+    assert found.overrides().endswith(f" execution.pipeline_rounds={rounds} execution.pipeline_gather=step")
+    fixed = search(work, target, ["rounds", "gather"])
+    assert not any(each.work.rounds > 1 or each.work.gathers_once for each in fixed)
 
 
 def test_it_moves_a_factor_of_one_axis_to_another():

@@ -148,7 +148,7 @@ def test_a_plan_says_its_bubble():
     )
     found = plan(Workload.of(experiment, Layout(pipeline=4, fsdp=4)), Target.parse("h100-sxm5:16"))
     row = found.row()
-    sizes = {"count": 4, "rounds": 1, "slots": 8, "idle_slots": 0, "passes": 19, "kept_inputs": 7}
+    sizes = {"count": 4, "rounds": 1, "slots": 8, "idle_slots": 0, "gather": "tick", "passes": 19, "kept_inputs": 7}
     assert row["stages"] == {**sizes, "bubble": 3 / 19}
     parts = row["time_s"]["parts"]
     share = parts["pipeline bubble"] / sum(parts.values())

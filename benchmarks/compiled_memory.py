@@ -259,13 +259,11 @@ def programs_of(case: MemoryCase) -> "StepPrograms":
 
 
 def compiled(case: MemoryCase) -> dict[str, int]:
-    """Return the fields of `jaxlm.lowering.report.CompiledMemory` that the file records, in bytes on one device."""
-    from jaxlm.lowering.report import memory_of, memory_with_draw
+    """Return the recorded fields of `jaxlm.lowering.held_memory.CompiledMemory`, in bytes on one device."""
+    from jaxlm.lowering.held_memory import memory_of, memory_together
 
     programs, chip = programs_of(case), Target.parse(case.on).chip
-    held = memory_of(programs.step.compile(), chip)
-    if programs.draw is not None:
-        held = memory_with_draw(held, memory_of(programs.draw.compile(), chip), programs)
+    held = memory_together(programs, [each and memory_of(each.compile(), chip) for each in programs])
     return {name: getattr(held, name) for name in ("arguments", "outputs", "temporaries", "gaps")}
 
 

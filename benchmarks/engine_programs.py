@@ -63,7 +63,7 @@ def read(case: DecodingCase) -> dict[str, Any]:
     from jaxlm.inference.step_shapes import TILE, StepShape
     from jaxlm.lowering import hlo, launched_kernels, targets
     from jaxlm.lowering.argument_reads import argument_reads
-    from jaxlm.lowering.report import memory_of
+    from jaxlm.lowering.held_memory import memory_of
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.mesh import make_mesh
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jaxlm.costs.plan_order import Goal
     from jaxlm.costs.ranking import Ranking
     from jaxlm.costs.stack import Stack
-    from jaxlm.inference.config import InferenceConfig
     from jaxlm.inference.settings import EngineSettings
     from jaxlm.lowering.report import CompiledStep
     from jaxlm.parallel.processes import ProcessSpec
@@ -326,18 +325,6 @@ def plan_serving(
     return deployments(experiment, on, demand, objective, chip, stack or JAXLM, searched)
 
 
-def _refuse_draft_model(inference: "InferenceConfig") -> None:
-    from jaxlm.inference.settings import LOOK_UP, Speculation
-
-    if inference.speculate is None or (drafts := Speculation.parse(inference.speculate)).source == LOOK_UP:
-        return
-    raise InputError(
-        f"inference.speculate = {inference.speculate}: the steps of a draft model are not compiled with those of the "
-        f"engine; give inference.speculate={LOOK_UP}:{drafts.drafts}, whose rows are the same, and compile the step of "
-        f"{drafts.source} by itself"
-    )
-
-
 def compile(
     experiment: "Experiment",
     on: str,
@@ -385,8 +372,6 @@ def compile(
     from jaxlm.parallel.mesh import make_mesh
 
     check_quantized(experiment, workload)
-    if workload == "decode":
-        _refuse_draft_model(experiment.inference)
     if fit and workload != "train":
         raise InputError(f"--fit varies microbatches and rematerialisation, which {workload} does not have")
     target = Target.parse(on, chip)

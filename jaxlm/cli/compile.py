@@ -19,7 +19,7 @@ from jaxlm.core.files import unwritable
 from jaxlm.core.units import or_dash, seconds
 
 if TYPE_CHECKING:
-    from jaxlm.lowering.report import CompiledStep, DoesNotFit, FitTrial, Report
+    from jaxlm.lowering.report import CompiledStep, DoesNotFit, FitTrial, ProgramReport, Report
 
 _SHOWN = 10  # rows of buffers, and of fusions
 # What a buffer or kernel computes, and the line of Python; the axes of a collective, and where it is in the model.
@@ -130,14 +130,19 @@ def _print_step(report: "Report") -> None:
         f"{seconds(report.roofline_s)} of kernels on the roofline, {seconds(sum(s for s in sent if s))} of collectives "
         f"(counted {seconds(report.plan.time.lower_bound)} to {seconds(report.plan.time.upper_bound)})",
     )
-    if (draw := report.draw) is not None:
-        sent = [report.seconds(collective) for collective in draw.collectives]
-        exchanged = f", {seconds(sum(s for s in sent if s))} of collectives" if sent else ""
-        temporaries = units.memory(draw.memory.temporaries)
-        took = seconds(draw.compile_s)
-        kernels = f"{seconds(draw.roofline_s)} of kernels{exchanged}"
-        table.add("draw", f"a program of its own, compiled in {took}: {temporaries} of temporaries, {kernels}")
+    if report.draw is not None:
+        table.add("draw", f"a program of its own, {_beside(report, report.draw)}")
+    if report.draft is not None:
+        table.add("draft model", f"reads these rows by a program of its own, {_beside(report, report.draft.read)}")
+        table.add("", f"and proposes {report.draft.drafts} tokens by another, {_beside(report, report.draft.propose)}")
     table.print()
+
+
+def _beside(report: "Report", program: "ProgramReport") -> str:
+    sent = [report.seconds(collective) for collective in program.collectives]
+    exchanged = f", {seconds(sum(s for s in sent if s))} of collectives" if sent else ""
+    temporaries, kernels = units.memory(program.memory.temporaries), f"{seconds(program.roofline_s)} of kernels"
+    return f"compiled in {seconds(program.compile_s)}: {temporaries} of temporaries, {kernels}{exchanged}"
 
 
 def _print_held(report: "Report") -> None:

@@ -25,6 +25,27 @@ class DraftModel(NamedTuple):
     quantized: Quantization | None = None
 
 
+def draft_programs(of: EnginePrograms, model: ModelConfig, quantized: Quantization | None) -> EnginePrograms:
+    """Return the programs of a draft model: of the sizes of the engine's."""
+    return replace(of, model=model, history=0, quantized=quantized, adapters=None)
+
+
+def draft_cache(cache: CacheSize, programs: EnginePrograms, of: EnginePrograms) -> CacheSize:
+    """Return the cache of a draft model's programs beside that of the engine's (`of`), with as many pages. Raises
+    InputError for a cache of longer sequences than the draft model's, or of pages that the engine has freed."""
+    if (longest := programs.model.context_length) < cache.context:
+        raise InputError(
+            f"the draft model has a context of {longest:,} tokens, and sequences have up to {cache.context:,}; "
+            f"give inference.context={longest} (--max-context {longest})"
+        )
+    return CacheSize(cache.context, tuple(cache.counts[group] for group in _shared_groups(programs, of)))
+
+
+def _shared_groups(programs: EnginePrograms, of: EnginePrograms) -> list[int]:
+    """Return the engine's group of pages beside which each group of the draft model's lies."""
+    return [shared_group(window, of.layout.groups) for window in programs.layout.groups]
+
+
 class Drafter:
     """The draft model of an engine. It reads what the engine's model reads, over the same page tables.
 
@@ -36,17 +57,17 @@ class Drafter:
     """
 
     def __init__(self, of: EnginePrograms, draft: DraftModel, valid_token_mask: np.ndarray):
-        self.programs = replace(of, model=draft.model, history=0, quantized=draft.quantized, adapters=None)
+        self.programs = draft_programs(of, draft.model, draft.quantized)
         self._parameters = self.programs.weights.stored(draft.parameters, of.mesh, ENGINE)
-        self._groups = [shared_group(window, of.layout.groups) for window in self.programs.layout.groups]
-        self._of_engine = len(of.layout.groups)
+        self._groups = _shared_groups(self.programs, of)
+        self._of = of
         valid_V = np.zeros(draft.model.vocab_size, bool)
         valid_V[: len(valid_token_mask)] = valid_token_mask[: len(valid_V)]
         self._valid_V = valid_V
 
     def page_bytes(self) -> list[int]:
         """Return the bytes on each device that the draft model keeps for each page of the engine's groups."""
-        beside = [0] * self._of_engine
+        beside = [0] * len(self._of.layout.groups)
         for group, size in zip(self._groups, self.programs.page_bytes, strict=True):
             beside[group] += size
         return beside
@@ -54,12 +75,7 @@ class Drafter:
     def allocate(self, cache: CacheSize) -> None:
         """Make the pages, as many as the engine's cache has. Raises InputError for a cache of longer sequences than the
         model's."""
-        if (longest := self.programs.model.context_length) < cache.context:
-            raise InputError(
-                f"the draft model has a context of {longest:,} tokens, and sequences have up to {cache.context:,}; "
-                f"give inference.context={longest} (--max-context {longest})"
-            )
-        self.cache = CacheSize(cache.context, tuple(cache.counts[group] for group in self._groups))
+        self.cache = draft_cache(cache, self.programs, self._of)
         self._pages = empty_pages(self.programs, self.cache)
 
     def warm(self, shape: StepShape) -> None:

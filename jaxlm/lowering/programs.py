@@ -8,10 +8,12 @@ from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
+from jaxlm.costs.draft_steps import draft_reading
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache_memory import CacheSize, most_pages
+from jaxlm.inference.draft_model import draft_cache, draft_programs
 from jaxlm.inference.programs import EnginePrograms
-from jaxlm.inference.settings import LOOK_UP, EngineSettings, Speculation
+from jaxlm.inference.settings import EngineSettings, Speculation
 from jaxlm.models import tree as model_tree
 from jaxlm.parallel.batches import PER_TOKEN, axes_of
 from jaxlm.parallel.layout import Layout
@@ -22,10 +24,13 @@ from jaxlm.training.step import TrainStep
 
 
 class StepPrograms(NamedTuple):
-    """The programs of one step. Training has one program; the engine has its step and the draw after the step."""
+    """The programs of one step. Training has one program; the engine has its step and the draw after the step, and a
+    draft model beside them its own step of the same rows and the proposal of drafts."""
 
     step: MeshProgram
-    draw: MeshProgram | None
+    draw: MeshProgram | None = None
+    read: MeshProgram | None = None
+    propose: MeshProgram | None = None
 
 
 def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepPrograms:
@@ -35,19 +40,19 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
     Raises InputError for compiler options that XLA refuses, or of a step that does not train.
     """
     if kind == "train":
-        return StepPrograms(_train(experiment, mesh), None)
+        return StepPrograms(_train(experiment, mesh))
     if experiment.execution.compiler_options:
         raise InputError(
             "execution.compiler_options are of training alone: give execution.compiler_options={} for the engine"
         )
     work = Workload.of(experiment, Layout(mesh.shape), kind)
-    drafts = Speculation(LOOK_UP, work.drafts) if work.drafts else None
+    speculation = Speculation.parse(experiment.inference.speculate) if work.drafts else None
     settings = EngineSettings(
         slots=work.batch,
         cache_dtype=work.cache_dtype,
         page=work.page,
         chunk_tokens=work.chunk_tokens,
-        speculation=drafts,
+        speculation=speculation,
         context=work.sequence,
     )
     dtype, kernels = jnp.dtype(work.dtype), experiment.execution.kernels
@@ -55,8 +60,14 @@ def step_programs(experiment: Experiment, kind: Kind, mesh: Mesh) -> StepProgram
     engine = EnginePrograms.of(experiment.model, mesh, dtype, settings, kernels, quantized)
     counts = (work.slots * most_pages(work.sequence, window, work.page) + 1 for window in engine.layout.groups)
     shape = work.without_drafts().largest_step().engine_steps.shape
-    step = engine.step(shape, CacheSize(work.sequence, tuple(counts)))
-    return StepPrograms(step, engine.draw(shape.decode))
+    cache = CacheSize(work.sequence, tuple(counts))
+    programs = StepPrograms(engine.step(shape, cache), engine.draw(shape.decode))
+    if work.draft_model is None:
+        return programs
+    drafter = draft_programs(engine, work.draft_model.model, draft_reading(work).execution.quantization)
+    cache = draft_cache(cache, drafter, engine)
+    proposal = drafter.proposal(min(shape.decode, drafter.slots), cache)
+    return programs._replace(read=drafter.step(shape._replace(scores=False), cache), propose=proposal)
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> MeshProgram:

@@ -5,7 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -16,62 +16,41 @@ from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.extras import install
 from jaxlm.costs.counted import operations
-from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.draft_steps import draft_drawing, draft_reading
 from jaxlm.costs.hardware.network import KINDS, Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.layer_loops import with_choice
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops
+from jaxlm.lowering import collectives, hlo, launched_kernels, matmul_flops
 from jaxlm.lowering.collectives import CompiledCollective
+from jaxlm.lowering.held_memory import CompiledMemory, HeldBuffers, held_buffers, memory_of, memory_together
 from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
 from jaxlm.lowering.programs import StepPrograms, step_programs
 from jaxlm.models.feed_forward.passes import FURTHER
 from jaxlm.parallel.layout import Layout, over_slices
-from jaxlm.parallel.program import MeshProgram, bytes_on_device
+from jaxlm.parallel.program import MeshProgram
 from jaxlm.parallel.rules import Kind
 from kernels_pallas.paged_attention.costs import loop_name
 
 
-class CompiledMemory(NamedTuple):
-    """Memory of a compiled program, in bytes on one device.
+class ProgramReport(NamedTuple):
+    """A program beside a step of the engine. `roofline_s`: seconds of its kernels on the roofline."""
 
-    Attributes:
-      outputs: without outputs that reuse a donated argument's buffer.
-      temporaries: live only during the program.
-      peak: arguments, outputs and temporaries together.
-      gaps: free space that a TPU's allocator leaves between temporaries; it closes them when memory is short.
-      capacity: memory that a program may use on the chip.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    peak: int
-    gaps: int
-    capacity: int
-
-
-class HeldBuffers(NamedTuple):
-    """Identical buffers that are live at the peak of the temporaries, or arguments of one kind."""
-
-    bytes: int
-    count: int
-    array: str
-    name: str
-    source: str
-
-
-class DrawReport(NamedTuple):
-    """The draw of tokens after a step of the engine, a program of its own. `draws`: tokens on each shard. `roofline_s`:
-    seconds of its kernels on the roofline."""
-
-    draws: int
     compile_s: float
     roofline_s: float
     memory: CompiledMemory
     collectives: tuple[CompiledCollective, ...]
+
+
+class DraftReport(NamedTuple):
+    """The programs of the model that draws drafts: it reads the rows of the engine's step, and then proposes `drafts`
+    of each sequence, one after another."""
+
+    drafts: int
+    read: ProgramReport
+    propose: ProgramReport
 
 
 @dataclass(frozen=True)
@@ -80,8 +59,9 @@ class Report:
 
     Attributes:
       quick: compiled at XLA's level O1, with a shorter search for a fast program.
-      memory: in inference that of the step and of the draw together: the temporaries of the one that has more.
-      draw: None in training.
+      memory: in inference that of all programs together: the temporaries of the one that has most.
+      draw: of the tokens after the engine's step; None in training.
+      draft: None without a model that draws drafts.
       flops: FLOPs of XLA's matrix products on one device.
       kernel_flops: FLOPs that Pallas kernels declare, all operations included, on one device.
     """
@@ -97,7 +77,8 @@ class Report:
     calls: tuple[tuple[str, int], ...]
     kernels: tuple[LaunchedKernel, ...]
     chains: tuple[Chain, ...]
-    draw: DrawReport | None = None
+    draw: ProgramReport | None = None
+    draft: DraftReport | None = None
 
     @property
     def fits(self) -> bool:
@@ -156,7 +137,7 @@ class Report:
             "flops_per_device": self.flops,
             "kernel_flops_per_device": self.kernel_flops,
             "collectives": self._collective_rows(self.collectives),
-            **self._draw_row(),
+            **self._beside_rows(),
             "kernels": [{"name": name, "count": count} for name, count in self.calls],
             "fusions": [
                 {
@@ -172,11 +153,19 @@ class Report:
             "counted": _counted(self.plan),
         }
 
-    def _draw_row(self) -> dict[str, Any]:
+    def _beside_rows(self) -> dict[str, Any]:
+        """Return the programs beside the step as JSON; nothing in training."""
         if self.draw is None:
             return {}
-        row = {**self.draw._asdict(), "collectives": self._collective_rows(self.draw.collectives)}
-        return {"draw": {**row, "memory": self.draw.memory._asdict()}}
+        rows = {"draw": {"draws": self.work.draws(), **self._program_row(self.draw)}, "draft": None}
+        if (draft := self.draft) is not None:
+            programs = {name: self._program_row(getattr(draft, name)) for name in ("read", "propose")}
+            rows["draft"] = {"drafts": draft.drafts, **programs}
+        return rows
+
+    def _program_row(self, program: ProgramReport) -> dict[str, Any]:
+        collectives, memory = self._collective_rows(program.collectives), program.memory._asdict()
+        return {**program._asdict(), "collectives": collectives, "memory": memory}
 
     def _collective_rows(self, collectives: Sequence[CompiledCollective]) -> list[dict[str, Any]]:
         return [
@@ -255,7 +244,7 @@ class DoesNotFit(Exception):
             "flops_per_device": None,
             "kernel_flops_per_device": None,
             **{key: [] for key in ("collectives", "kernels", "fusions", "unfused")},
-            **({} if self.plan.work.kind == "train" else {"draw": None}),
+            **({} if self.plan.work.kind == "train" else {"draw": None, "draft": None}),
             "counted": _counted(self.plan),
         }
 
@@ -292,6 +281,14 @@ def _counted(plan: Plan) -> dict[str, Any]:
 def _compiled(work: Workload) -> Workload:
     """Return the workload of the compiled program: in inference that of the engine's largest step."""
     return work if work.kind == "train" else work.without_drafts().largest_step()
+
+
+def _compiled_works(work: Workload) -> dict[str, Workload]:
+    """Return the workload of each program of `StepPrograms`; that of the draw has no loops over pages."""
+    works = {"step": _compiled(work), "draw": replace(work, engine_steps=None)}
+    if work.draft_model is not None:
+        works |= {"read": draft_reading(work).largest_step(), "propose": draft_drawing(work)}
+    return works
 
 
 def _trips(work: Workload) -> dict[str, Fraction]:
@@ -334,38 +331,41 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     programs = step_programs(with_choice(experiment, counted.work), kind, mesh)
     arguments = sum(each.operand_bytes for each in programs if each is not None)
     texts: dict[str, str] = {}
-    step, draw = (
-        each and _compiled_program(each, prefix, texts, arguments, counted, quick)
-        for each, prefix in zip(programs, ("", "draw."), strict=True)
+    compiled = StepPrograms(
+        *(
+            each and _compiled_program(each, prefix, texts, arguments, counted, quick)
+            for each, prefix in zip(programs, ("", "draw.", "draft.read.", "draft.propose."), strict=True)
+        )
     )
-    work, chip, layout = counted.work, target.chip, dict(counted.work.layout)
+    work, chip, layout, step = counted.work, target.chip, dict(counted.work.layout), compiled.step
     outer = over_slices(counted.work.layout, target.slices)
-    program, declared = hlo.parse(step.optimised, _trips(_compiled(work))), _declared(step.traced, counted)
-    memory, held_buffers, draw_report = memory_of(step.compiled, chip), _held_buffers(program, program), None
-    if draw is not None:
-        drawing = hlo.parse(draw.optimised)
-        exchanged = tuple(collectives.table(collectives.collectives(drawing, layout, outer)))
-        seconds = sum(_roofline(kernel, counted) for kernel in launched_kernels.kernels(drawing))
-        needed = memory_of(draw.compiled, chip)
-        draw_report = DrawReport(_compiled(work).draws(), draw.seconds, seconds, needed, exchanged)
-        larger = drawing if draw_report.memory.temporaries > memory.temporaries else program
-        held_buffers = _held_buffers(program, larger, drawing)
-        memory = memory_with_draw(memory, draw_report.memory, programs)
+    of = _compiled_works(work)
+    parsed = {name: hlo.parse(each.optimised, _trips(of[name])) for name, each in compiled._asdict().items() if each}
+    memories = StepPrograms(*(each and memory_of(each.compiled, chip) for each in compiled))
+    program, declared = parsed["step"], _declared(step.traced, counted)
+
+    def beside(name: str) -> ProgramReport:
+        exchanged = tuple(collectives.table(collectives.collectives(parsed[name], layout, outer)))
+        seconds = sum(_roofline(kernel, counted) for kernel in launched_kernels.kernels(parsed[name]))
+        return ProgramReport(getattr(compiled, name).seconds, seconds, getattr(memories, name), exchanged)
+
+    most = max(parsed, key=lambda name: getattr(memories, name).temporaries)
     kernels = launched_kernels.kernels(program, declared)
     return CompiledStep(
         Report(
             plan=counted,
             quick=quick,
             compile_s=step.seconds,
-            memory=memory,
-            held_buffers=held_buffers,
+            memory=memory_together(programs, memories),
+            held_buffers=held_buffers(parsed[most], **parsed),
             flops=matmul_flops.program_flops(program),
             kernel_flops=sum(kernel.count * kernel.declared_flops for kernel in kernels),
             collectives=tuple(collectives.table(collectives.collectives(program, layout, outer))),
             calls=tuple(launched_kernels.calls(program)),
             kernels=tuple(kernels),
             chains=tuple(launched_kernels.chains(program, chip.intensity(work.dtype), declared)),
-            draw=draw_report,
+            draw=beside("draw") if "draw" in parsed else None,
+            draft=DraftReport(work.drafts, beside("read"), beside("propose")) if "read" in parsed else None,
         ),
         texts,
     )
@@ -443,53 +443,6 @@ def _declared(traced: jax.stages.Traced, plan: Plan) -> dict[str, float]:
     for row in count_jaxpr(traced.jaxpr.jaxpr, trips).of(kind="kernel").rows:
         flops[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / plan.target.devices
     return flops
-
-
-def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> CompiledMemory:
-    """Return a compiled program's memory on one device.
-
-    A GPU's runtime allocates temporaries as one block, gaps included.
-    """
-    analysis = compiled.memory_analysis()
-    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    taken = analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes
-    peak = min(taken, analysis.peak_memory_in_bytes) if chip.kind == "tpu" else taken
-    arguments = analysis.argument_size_in_bytes
-    temporaries = peak - arguments - outputs
-    return CompiledMemory(arguments, outputs, temporaries, peak, taken - peak, chip.device_capacity())
-
-
-def memory_with_draw(step: CompiledMemory, draw: CompiledMemory, programs: StepPrograms) -> CompiledMemory:
-    """Return the memory of an engine's step and draw, one of which runs while the arguments and outputs of both stay.
-    The logits are an output of the step and an argument of the draw."""
-    _, logits, *_ = programs.draw.operands
-    arguments = step.arguments + draw.arguments - bytes_on_device(logits)
-    outputs = step.outputs + draw.outputs
-    larger = max(step, draw, key=lambda memory: memory.temporaries)
-    peak = arguments + outputs + larger.temporaries
-    return CompiledMemory(arguments, outputs, larger.temporaries, peak, larger.gaps, step.capacity)
-
-
-def _held_buffers(
-    program: hlo.HloProgram, larger: hlo.HloProgram, drawing: hlo.HloProgram | None = None
-) -> tuple[HeldBuffers, ...]:
-    """Return arguments grouped by the first part of their path, those of the draw's state among them, and the identical
-    temporaries of the program that has more; the largest first."""
-    arguments, temporaries = Counter(), Counter()
-    for each in (program, drawing):
-        for parameter in each.entry.parameters if each is not None else ():
-            name = re.split(r"[\[/.]" if each is drawing else r"[\[/]", parameter.op_name)[0] or parameter.name
-            if each is program or name == "state":
-                arguments[name] += sum(array.bytes for array in parameter.arrays)
-    sizes = {}
-    for buffer in buffers.peak(larger).buffers:
-        maker = buffer.maker
-        key = str(buffer.array), hlo.scope(maker.op_name) or maker.name, larger.source(maker)
-        temporaries[key] += 1
-        sizes[key] = buffer.bytes
-    held = [HeldBuffers(size, 1, "", name, "") for name, size in arguments.items()]
-    held += [HeldBuffers(count * sizes[key], count, *key) for key, count in temporaries.items()]
-    return tuple(sorted(held, key=lambda each: -each.bytes))
 
 
 def _needed(message: str) -> int:

@@ -14,7 +14,8 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering import report
-from jaxlm.lowering.report import CompiledMemory, DoesNotFit, Report
+from jaxlm.lowering.held_memory import CompiledMemory
+from jaxlm.lowering.report import DoesNotFit, Report
 from jaxlm.parallel.layout import Layout
 
 MODEL = "configs/models/qwen3-0.6b.toml"

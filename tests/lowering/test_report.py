@@ -16,11 +16,12 @@ from matrices import sampled
 
 from jaxlm import config
 from jaxlm.cli import main
+from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import drawing, memory, traffic
 from jaxlm.costs.hardware import catalog
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import buffers, hlo, launched_kernels, report, targets
+from jaxlm.lowering import buffers, held_memory, hlo, launched_kernels, programs, report, targets
 from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding
@@ -154,7 +155,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
                 peak_memory_in_bytes=710,
             )
 
-    memory = report.memory_of(Compiled(), catalog.find(chip))
+    memory = held_memory.memory_of(Compiled(), catalog.find(chip))
     assert (memory.arguments, memory.outputs, memory.temporaries, memory.gaps) == (100, 10, temporaries, gaps)
     assert memory.peak == 110 + temporaries
 
@@ -239,9 +240,56 @@ def test_a_draw_exchanges_and_holds_what_is_counted(small, platform, kind):
         assert sent == counted
     counted_bytes = drawing.workspace(found.work)  # XLA of JAX 0.12 holds one more array as large as the logits
     assert 0.9 * counted_bytes <= found.draw.memory.temporaries <= 1.2 * counted_bytes
-    assert found.draw.draws == rows and found.memory.temporaries >= found.draw.memory.temporaries
+    assert found.memory.temporaries >= found.draw.memory.temporaries
     assert {"draw.stablehlo.mlir", "draw.optimised.hlo"} <= step.texts.keys()
-    assert found.row()["draw"]["memory"] == found.draw.memory._asdict()
+    row = found.row()
+    assert row["draw"]["memory"] == found.draw.memory._asdict() and row["draw"]["draws"] == rows and not row["draft"]
+
+
+def with_draft_model(path: Path) -> tuple[config.Experiment, Path]:
+    """Return an experiment whose drafts a model of one narrow layer draws, and that model's file."""
+    drafter = path.with_name("drafter.toml")
+    drafter.write_text(SMALL.replace("d_model = 512", "d_model = 256").replace("num_layers = 4", "num_layers = 1"))
+    options = [f"inference.speculate={drafter}:3", "inference.length=300", "model.num_layers=2"]
+    return config.load(path, options, "decode"), drafter
+
+
+def test_a_draft_model_has_programs_beside_the_step(small):
+    """It reads the rows of the engine's step, of which each sequence has four, and proposes for each sequence, over as
+    many pages of its own."""
+    experiment, _ = with_draft_model(small)
+    step, draw, read, propose = programs.step_programs(experiment, "decode", meshes.make())
+    pages = [[x.shape[0] for x in jax.tree.leaves(each.operands[1])] for each in (step, read, propose)]
+    assert {*pages[0]} == {*pages[1]} == {*pages[2]} == {1 + 16 * 3}
+    assert read.operands[3].token_R.shape == step.operands[3].token_R.shape == (4 * 16,)
+    assert propose.operands[4].slot_N.shape == (16,) and draw is not None
+    wide, narrow = (each.operands[0]["embedding"] for each in (step, read))
+    assert (wide.shape, narrow.shape) == ((4096, 512), (4096, 256))
+
+
+def test_a_draft_model_of_a_shorter_context_is_refused(small):
+    experiment, drafter = with_draft_model(small)
+    drafter.write_text(drafter.read_text().replace("context_length = 512", "context_length = 256"))
+    with pytest.raises(InputError, match="context of 256 tokens, and sequences have up to 300; give inference.context"):
+        programs.step_programs(experiment, "decode", meshes.make())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_memory_of_a_draft_model_is_counted_and_compiled(small, platform):
+    experiment, _ = with_draft_model(small)
+    target = Target.parse(FOUR[platform])
+    step = report.compile(experiment, "decode", target, meshes.make(1, 2, 2, devices=targets.devices(target)))
+    found, row = step.report, step.report.row()
+    if platform == "cuda":  # a TPU pads the small arrays of so small a model
+        assert found.memory.peak == pytest.approx(found.plan.memory.total, rel=0.05)
+    named = {held.name: held.bytes for held in found.held_buffers if not held.array}
+    assert sum(named.values()) == pytest.approx(found.memory.arguments, rel=1e-2)
+    assert 0 < named["draft model's parameters"] < named["parameters"] and named["draft model's pages"] > 0
+    most = max(each.memory.temporaries for each in (found.draw, found.draft.read, found.draft.propose))
+    assert found.memory.temporaries >= most and row["draft"]["drafts"] == 3
+    assert row["draft"]["propose"]["memory"] == found.draft.propose.memory._asdict()
+    assert {"draft.read.optimised.hlo", "draft.propose.optimised.hlo"} <= step.texts.keys()
 
 
 @pytest.mark.exhaustive  # test_random_configurations.py holds the same against the jaxpr

@@ -307,16 +307,19 @@ def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
 
 
 RANDOM = [
-    pytest.param(family, 300, {"steps_per_dispatch": steps, "pages": pages})
+    pytest.param(family, 300, {"steps_per_dispatch": steps, **sizes})
     for family in ("delta", "mamba2", "mixed")
     for steps in (1, 4)
-    for pages in (PAGES, 60)
+    for sizes in ({"pages": PAGES}, {"pages": 60, "state_interval": None if family == "mixed" else 64})
 ]
 
 
 @pytest.mark.parametrize(
     "family, count, settings",
-    sampled([pytest.param("delta", 30, {"slots": 3, "pages": 7}), *RANDOM], lambda _, count, __: count < 300),
+    sampled(
+        [pytest.param("delta", 30, {"slots": 3, "pages": 7, "state_interval": 64}), *RANDOM],
+        lambda _, count, __: count < 300,
+    ),
     ids=str,
 )
 def test_random_requests_of_recurrent_layers_and_windows_are_served_as_if_alone(family, count, settings):

@@ -163,10 +163,16 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", one, "h200-sxm:4", 8, 2048, Layout(data=2, fsdp=2), (few, auto, full, halves))
 
     # Recurrent layers, alone, and three before one of attention.
-    delta, mamba = "qwen3.5-27b", "mamba2-2.7b"
+    delta, mamba, short_convolutions = "qwen3.5-27b", "mamba2-2.7b", "lfm2-1.2b"
     narrow = "model.d_model=2048", "model.feed_forward.d_ff=4096"
     yield MemoryCase("train", delta, "h200-sxm", 4, 4096, overrides=(*narrow, *each))
+    convolve = "model.pattern=[]", 'model.attention={kind="short_convolution"}'
+    yield MemoryCase("train", delta, "h200-sxm", 4, 4096, overrides=(*narrow, few, small, auto, full))
     yield MemoryCase("train", mamba, "h200-sxm", 4, 4096, overrides=each)
+    yield MemoryCase("train", mamba, "h200-sxm", 4, 4096, overrides=(few, small, auto, full))
+    yield MemoryCase("train", mamba, "h200-sxm", 4, 4096, overrides=(few, small, full))
+    yield MemoryCase("train", mamba, "tpu-v6e", 4, 4096, overrides=(few, small, auto))
+    yield MemoryCase("train", short_convolutions, "h200-sxm", 4, 4096, overrides=(*convolve, *each))
 
     # Sequences, experts and layers that devices share out.
     big, eight = "llama3.1-405b", (auto, full, "model.num_layers=8")

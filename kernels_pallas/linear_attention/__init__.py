@@ -22,7 +22,7 @@ from kernels_pallas.linear_attention.costs import (
     chunk_products,
     inverse_products,
     kernel_costs,
-    kernel_workspace,
+    kernel_memory,
     products_again,
 )
 
@@ -36,8 +36,8 @@ __all__ = [
     "gated_delta_rule",
     "inverse_products",
     "kernel_costs",
+    "kernel_memory",
     "kernel_of",
-    "kernel_workspace",
     "products_again",
     "state_space",
 ]

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.linear_attention.gpu_tile import BLOCK, multiplied_as
 
+_LANES = 128  # of a TPU's vectors
+
 
 class LinearWork(NamedTuple):
     """The sizes of a call: B rows, K heads of queries and keys, N of values, chunks of C tokens, and H × V numbers of a
@@ -190,19 +192,43 @@ def inverse_products(implementation: str, chunk: int) -> int:
     return 2 * max((chunk // least).bit_length() - 1, 0)
 
 
-def kernel_workspace(implementation: str, query: Any, value: Any, chunk: int, *, is_delta: bool) -> tuple[int, int]:
-    """Return the bytes that the kernels of each pass hand to one another, from one layer's memory: forward, backward.
+class KernelMemory(NamedTuple):
+    """Memory of a call's kernels.
+
+    Attributes:
+      padding: bytes that the operands and the states of chunks, which the backward pass reads, take beyond their
+        numbers.
+      forward, backward: the most bytes that the kernels of each pass hand to one another, and of padding of what else
+        the pass reads and writes.
+    """
+
+    padding: int
+    forward: int
+    backward: int
+
+
+def kernel_memory(implementation: str, query: Any, value: Any, chunk: int, *, is_delta: bool) -> KernelMemory:
+    """Return the memory that the kernels of a call need besides its operands, results, and states of chunks.
 
     Args: as of `kernel_costs`.
     """
-    if implementation == "mosaic_tpu":
-        return 0, 0
     work = LinearWork.of(query, value, chunk, is_delta=is_delta)
+    if implementation == "mosaic_tpu":
+        keys, values = _padding(work.keys, work.H), _padding(work.values, work.V)
+        numbers, states = _padding(4 * work.tokens * work.N, work.C), _padding(work.states, work.V)
+        operands = 2 * keys + values + 2 * numbers
+        return KernelMemory(operands + work.chunks * states, values, operands + values)
     multiplied = multiplied_as(work.key_dtype, work.value_dtype).itemsize
     squares = (1 + is_delta) * multiplied * work.tokens * work.N * work.C
     wide = 2 * is_delta * multiplied * work.tokens * work.N * work.V
     forward = 2 * multiplied * work.tokens * work.K * work.H + squares
-    return forward, forward + squares + wide + work.chunks * work.states
+    return KernelMemory(0, forward, forward + squares + wide + work.chunks * work.states)
+
+
+def _padding(size: int, columns: int) -> int:
+    """Return the bytes beyond its own that an array of this size takes as a TPU's kernel reads it: its last dimension
+    fills rows of lanes."""
+    return size * (-columns % _LANES) // columns
 
 
 def _sum(*costs: KernelCost) -> KernelCost:

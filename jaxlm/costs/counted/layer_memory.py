@@ -77,16 +77,17 @@ def _bytes(device: DeviceStep, values: Iterable[int]) -> int:
     return sum(device.bytes[value] for value in {device.same(value) for value in values})
 
 
-def _read(device: DeviceStep, uses: Sequence[RecordedOp], in_loop: bool) -> Kept:
+def _read(device: DeviceStep, uses: Sequence[RecordedOp], is_stacked: bool) -> Kept:
     """Return what the backward pass of doors reads; without recomputation, all of it is kept."""
-    reads = [_read_by(device, use, in_loop) for use in uses]
+    reads = [_read_by(device, use, is_stacked) for use in uses]
     return _kept(device, {value for values, _ in reads for value in values}, sum(more for _, more in reads))
 
 
-def _read_by(device: DeviceStep, use: RecordedOp, in_loop: bool) -> tuple[Iterable[int], int]:
-    """Return the values that the backward pass of a door reads, and the bytes of what it reads besides."""
+def _read_by(device: DeviceStep, use: RecordedOp, is_stacked: bool) -> tuple[Iterable[int], int]:
+    """Return the values that the backward pass of a door reads, and the bytes of what it reads besides. `is_stacked`: a
+    loop keeps all of it in stacks."""
     declared = device.cost(use).saved
-    instead = declared.instead if in_loop else 0
+    instead = declared.instead if is_stacked else 0
     more = instead + declared.bytes + declared.with_result + declared.masks
     if declared.shared is not None and not _is_shared(device):
         more += declared.shared[1]
@@ -146,7 +147,7 @@ def _backward(device: DeviceStep, layer: int, remat: Remat, in_loop: bool) -> La
     # What only the backward pass of later doors reads is gone.
     read, bytes_, peaks = set(), of_passes, []
     for i, use in enumerate(uses):
-        values, more = _read_by(device, use, in_loop)
+        values, more = _read_by(device, use, in_loop and remat == "none")
         new = {device.same(value) for value in values} - read
         read |= new
         bytes_ += sum(device.bytes[value] for value in new) + more
@@ -187,8 +188,9 @@ def _lives(device: DeviceStep, layer: int) -> list[tuple[int, int, int]]:
 def _bytes_of_gradients(device: DeviceStep, use: RecordedOp, at: int, lives: Sequence[tuple[int, int, int]]) -> int:
     """Return the bytes of the gradients that are live in the backward pass of a door: those of the values that the door
     reads or makes, and of the values that later doors read and earlier doors make."""
-    # A buffer is freed one operation after its last reader.
-    there = {value for value, made_at, read_at in lives if made_at <= at + 1 and read_at >= at}
+    # A buffer is freed one operation after its last reader: where a door is several, before the largest of these.
+    later = 0 if device.cost(use).workspace.between_kernels[1] else 1
+    there = {value for value, made_at, read_at in lives if made_at <= at + later and read_at >= at}
     return _bytes(device, there - set(use.results) if device.cost(use).in_place.backward else there)
 
 

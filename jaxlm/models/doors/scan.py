@@ -65,13 +65,15 @@ class ScanKernel(NamedTuple):
     Attributes:
       name: of the implementation.
       products: of the forward pass. again: those that the backward pass computes besides their gradients.
-      workspace: the most bytes that the kernels of the forward pass hand to one another, and those of the backward.
+      padding: bytes that what the backward pass reads takes beyond its numbers.
+      workspace: the most bytes that the kernels of the forward pass need at once besides, and those of the backward.
     """
 
     name: str
     costs: KernelCosts
     products: tuple[DoorProduct, ...]
     again: tuple[DoorProduct, ...]
+    padding: int
     workspace: tuple[int, int]
 
 
@@ -215,8 +217,9 @@ def _declare(local: Local) -> DoorCost:
         copied = 2 * call.times * B * of_states if local.sections else 0
         return Traced(function, tuple(shapes), tuple(trained), times, moved, chunks > 1, copied)
 
-    saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states)
     kernels = [_kernel(local, inputs, call) for call in calls]
+    padding = sum(kernel.padding for kernel in kernels if kernel is not None)
+    saved = Saved(tuple(range(function.inputs)), bytes=chunks * calls[0].B * of_states + padding)
     handed = [kernel.workspace for kernel in kernels if kernel is not None]
     workspace = Workspace(
         beside=2 * max(call.B for call in calls) * of_states,  # before and after a chunk

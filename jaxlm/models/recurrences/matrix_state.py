@@ -18,8 +18,8 @@ from kernels_pallas.linear_attention import (
     chunk_products,
     inverse_products,
     kernel_costs,
+    kernel_memory,
     kernel_of,
-    kernel_workspace,
     products_again,
 )
 
@@ -63,12 +63,14 @@ def _kernel(name: str, chip: TargetChip, arrays: Sequence[jax.ShapeDtypeStruct],
     steps = inverse_products(kernel, C) if is_delta else 0
     inverse = [DoorProduct(Product(batch * steps, C, C, C), 0, gradients=(False, False))] * is_delta
     how = {"is_delta": is_delta}
+    memory = kernel_memory(kernel, query, value, chunk, **how)
     return ScanKernel(
         kernel,
         kernel_costs(kernel, query, value, chunk, **how),
         (*every(chunk_products(is_delta)), *inverse),
         (*every(products_again(kernel, is_delta)), *inverse),
-        kernel_workspace(kernel, query, value, chunk, **how),
+        memory.padding,
+        (memory.forward, memory.backward),
     )
 
 

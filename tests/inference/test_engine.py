@@ -30,7 +30,8 @@ from jaxlm.parallel.rules import ENGINE, FORWARD
 # An engine writes its layers out: two compile sooner than three, and have every kind of a family without MIXED.
 FAMILIES = {name: {**family, "num_layers": 2} for name, family in model_fixtures.FAMILIES.items()}
 FAMILIES["mixed"] = {**model_fixtures.MIXED, "num_layers": 4}
-FAMILIES["mixture"] = {**model_fixtures.MIXTURE, "num_layers": 2}
+GATED = {**model_fixtures.MIXTURE["feed_forward"], "shared": {"d_ff": 16, "gate": "sigmoid"}}  # one number a token
+FAMILIES["mixture"] = {**model_fixtures.MIXTURE, "feed_forward": GATED, "num_layers": 2}
 FAMILIES |= model_fixtures.RECURRENT
 SCALINGS = [
     {

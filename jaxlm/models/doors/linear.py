@@ -23,6 +23,7 @@ from jaxlm.models.parameters import RANK, axes_of
 from jaxlm.models.quantized_matrix import QuantizedMatrix
 from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas.core import target
+from kernels_pallas.core.one_column import times_column
 
 
 def linear(
@@ -153,12 +154,15 @@ def _product(
     size = matrix[...].shape[contracted]
     copies = 1 if num_query_heads is None else kv_heads(size, num_query_heads) // size
     weights = repeat_heads(matrix, contracted, copies)
+    outputs = weights.shape[contracted:]
     if target.platform() == "gpu" and axes_of(matrix)[contracted:] == ("heads",):
         # XLA merges products with one operand; beside a matrix as narrow as this by a copy of all their weights.
         x = jax.lax.optimization_barrier(x)
-    if is_sharded("residual") or target.platform() == "gpu":
+    if weights.size == inputs and x.dtype == jnp.float32 and target.platform() == "cpu":
+        y = times_column(x.reshape(*sizes, inputs), weights.reshape(inputs)).reshape(*sizes, *outputs)
+    elif is_sharded("residual") or target.platform() == "gpu":
         y = jnp.tensordot(x, weights, contracted)
     else:
         y = jnp.matmul(x.reshape(-1, inputs), weights.reshape(inputs, -1))
-        y = y.reshape(*sizes, *weights.shape[contracted:])
+        y = y.reshape(*sizes, *outputs)
     return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core.fp8 import from_bytes
+from kernels_pallas.core.one_column import times_column
 from kernels_pallas.core.quantized.formats import KINDS, dequantize, halves, largest_divisor, unit_scales, unpacked
 from kernels_pallas.core.rounding import rounded_rows
 
@@ -85,6 +86,9 @@ def _in_blocks_of_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, ki
             numbers = (from_bytes(each) if kind == "fp8" else each).astype(x.dtype)
             if groups > 1:
                 numbers = (numbers.reshape(len(values), groups, -1) * scales[:, :, None]).reshape(values.shape)
+            if len(numbers) == 1:
+                sums += times_column(side, numbers[0])
+                continue
             # With the matrix first it is another kernel, with other bits, where there are a multiple of 64 rows.
             sums += jax.lax.dot_general(side, numbers, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
         return None, sums * scales.T if groups == 1 else sums

@@ -121,10 +121,11 @@ def _declare_to(local: Local) -> DoorCost:
 
 def _own(local: Local, order: LocalArray) -> int:
     """Return the rows of a device's own experts, of those that there is room for: an expectation, with every choice as
-    likely."""
+    likely. Where there are fewer choices than devices, it is the row of a device that has one."""
     if local.options["is_sent"]:
         return sent_rows(order)
-    return order.numbers * local.operands[1].shape[0] // local.options["num_experts"]
+    mean = order.numbers * local.operands[1].shape[0] // local.options["num_experts"]
+    return max(mean, min(1, order.numbers))
 
 
 def _of_passes(local: Local) -> int:

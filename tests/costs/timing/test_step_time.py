@@ -306,3 +306,12 @@ def test_narrow_weights_are_read_sooner_also_those_of_experts(experts):
     wide, narrow = (step_time(work, target, Stack(**stack)).parts for stack in ({}, {"precision": "int8"}))
     assert narrow["attention"].seconds == wide["attention"].seconds
     assert narrow["products"].ideal < 0.55 * wide["products"].ideal  # bytes at the published bandwidth
+
+
+def test_fewer_choices_than_devices_are_rows_of_those_that_have_one():
+    """Three tokens choose six of eight experts, one on each device, as with experts cut over all."""
+    target, times = Target.parse("tpu-v5p:2x2x2"), []
+    for layout in (meshes.layout(1, 1, 1).replace(expert=8), meshes.layout(1, 1, 8)):
+        work = changed(WORK, model=sized(), kind="decode", batch=3, sequence=64, layout=layout, kernels="auto")
+        times.append(step_time(changed(work, microbatches=1, remat="none").on(target.chip), target).lower_bound)
+    assert times[0] == pytest.approx(times[1], rel=0.02)

@@ -29,7 +29,7 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import constrain, mesh_around, replicated
 from jaxlm.parallel.pipeline import stages_around
 from jaxlm.parallel.rules import TRAIN
-from jaxlm.training import balancing, local_sgd
+from jaxlm.training import balancing, local_sgd, table_gradients
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import (
     DPOConfig,
@@ -435,7 +435,7 @@ class TrainStep:
             return sum(losses.values()), Auxiliary(losses, statistics, sums.counts)
 
         grads, terms = jax.grad(loss, has_aux=True)(*weights)
-        return terms, grads
+        return terms, table_gradients.as_stored(grads, self._tree, self.model)
 
     def _accumulated_gradients(
         self, weights: tuple[Tree, Tree], batch: Batch, scales: "_Scales", key: jax.Array, part: jax.Array | int

@@ -195,10 +195,11 @@ def test_a_row_has_the_same_bits_however_many_there_are(kind, group):
     np.testing.assert_array_equal(*of_inputs)
 
 
-@pytest.mark.parametrize("kind", sampled(["int8", "int4", "fp8"], ["int8"]))
+@pytest.mark.parametrize("kind", sampled(["int8", "int4", "fp8", "w8a8"], ["int8", "w8a8"]))
 def test_a_product_has_the_same_bits_whatever_is_added_to_it(kind):
     """On a CPU, of matrices by their outputs, as a layer adds adapters or a bias. Joined with the sum, the last scales
-    would be multiplied and added with one rounding, as optimised code does it. A small matrix would be one block."""
+    would be multiplied and added with one rounding, as optimised code does it. A small matrix would be one block, and
+    sums of integers have no blocks."""
     values, scales = stored(kind, None)
     x, added = drawn((5, 128), (5, 40))
 

@@ -56,7 +56,10 @@ def _of_integers(x: jax.Array, values: jax.Array, scales: jax.Array, by_outputs:
     contracted = (((1,), (1 if by_outputs else 0,)), ((), ()))
     sums = jax.lax.dot_general(numbers, values, contracted, preferred_element_type=jnp.int32)
     per_output = jnp.repeat(scales.reshape(1, -1), sums.shape[1] // scales.size, axis=1)
-    return (sums.astype(jnp.float32) * of_row * per_output)[: len(x)].astype(x.dtype)
+    y = sums.astype(jnp.float32) * of_row * per_output
+    # XLA joins the last product with what is added to the result, which then is rounded otherwise; not behind a choice.
+    y = jnp.where(sums == 0, 0.0 * of_row, y)
+    return y[: len(x)].astype(x.dtype)
 
 
 def _product(x: jax.Array, values: jax.Array, scales: jax.Array, kind: str, by_outputs: bool) -> jax.Array:

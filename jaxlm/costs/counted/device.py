@@ -76,11 +76,6 @@ class DeviceStep:
         """Return whether the matrices of a door of a layer are gathered once a step, before all ticks of a pipeline."""
         return self.work.gathers_once and use.layer is not None and bool(self.gathered_over(use))
 
-    def runs_twice(self, use: RecordedOp) -> bool:
-        """Return whether the forward pass of a door runs again before its backward pass, whatever is kept of it: only
-        the input of a stage is kept until then."""
-        return self.work.stages > 1 and use.layer is not None
-
     @cached_property
     def of_stages(self) -> frozenset[int]:
         """The layers of the recording that lie on stages: the last ones; without a pipeline all of them."""

@@ -162,10 +162,9 @@ def _of_use(device: DeviceStep, use: RecordedOp, again: Set[int]) -> Iterator[Op
     products_forward = [*products, *(op for op in traced if op.phase == "forward")]
     forward = [*products_forward, *(_beside(use, part, "forward") for part in parts)]
     yield from forward
-    if device.runs_twice(use):
-        runs = use.times - (use.results[0] in _unread_again(device))
+    if runs := runs_again_on_stage(device, use):
         again_on_stage = (op._replace(times=op.times * runs // use.times) for op in forward)
-        yield from (op.in_phase("rematerialised") for op in again_on_stage if runs)
+        yield from (op.in_phase("rematerialised") for op in again_on_stage)
     if device.work.remat != "none" and use.layer is not None:
         reruns = not again.isdisjoint(use.results)
         yield from (op.in_phase("rematerialised") for op in forward if _reruns(op, reruns) and (reruns or trains))
@@ -218,23 +217,41 @@ def _run_again(device: DeviceStep, remat: Remat) -> frozenset[int]:
     recording, again = device.recording, frozenset()
     if remat == "none" or not device.trained:
         return again
-    kept = frozenset() if remat == "full" else frozenset(remat)
+    kept = _kept(remat)
     for layer in range(len(recording.layers)):
         uses = [use for use in recording.by_layer[layer] if device.trains(use)]
         again |= recording.run_again(layer, [value for use in uses for value in device.saved(use)], kept)
     return again
 
 
+def _kept(remat: Remat) -> frozenset[str]:
+    """Return the names of the activations that rematerialisation keeps; not for "none", which keeps all."""
+    return frozenset() if remat == "full" else frozenset(remat)
+
+
+def runs_again_on_stage(device: DeviceStep, use: RecordedOp) -> int:
+    """Return how many of its `times` runs the forward pass of a door has once more before its backward pass, because a
+    stage keeps its input alone until then; none without a pipeline."""
+    if device.work.stages == 1 or use.layer is None:
+        return 0
+    return use.times - (use.results[0] in _unread_again(device))
+
+
 @memoized
 def _unread_again(device: DeviceStep) -> frozenset[int]:
     """Return the first results, in the last layer of a chunk, that its second forward pass does not compute: nothing
-    reads them. In a loop over layers each computes what the next one reads."""
-    if device.work.execution.in_loop:
+    reads them. It makes what the backward pass keeps, and what the layer gives besides the residual. In a loop over
+    layers each computes what the next one reads; a chunk of one layer is no loop."""
+    work, recording, last = device.work, device.recording, max(device.of_stages)
+    if work.execution.in_loop and work.stage_layers.slots > 1:
         return frozenset()
-    last = max(device.of_stages)
-    uses = device.recording.by_layer[last]
-    wanted = [value for use in uses if device.trains(use) for value in device.saved(use)]
-    read = device.recording.run_again(last, wanted, frozenset())
+    uses = recording.by_layer[last]
+    if work.remat == "none":
+        wanted = [value for use in uses if device.trains(use) for value in device.saved(use)]
+    else:
+        kept = _kept(work.remat)
+        wanted = [value for use in uses for value in use.results if recording.names.get(value) in kept]
+    read = recording.run_again(last, [*wanted, *recording.beside[last]], frozenset())
     return frozenset(use.results[0] for use in uses if read.isdisjoint(use.results))
 
 

@@ -103,7 +103,8 @@ class Recording:
 
     Values are numbers. `sources` has for each value the values that it is computed from; a value that a loop carries
     comes from its start and from the previous iteration. `parameters` are the paths of values that are parameters,
-    `names` the names of values for rematerialisation, and `layers` the values that each layer takes as input.
+    `names` the names of values for rematerialisation, `layers` the values that each layer takes as input, and `beside`
+    those that it gives besides the residual.
     """
 
     uses: list[RecordedOp] = field(default_factory=list)
@@ -111,6 +112,7 @@ class Recording:
     parameters: dict[int, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     layers: list[frozenset[int]] = field(default_factory=list)
+    beside: list[tuple[int, ...]] = field(default_factory=list)
 
     def trained(self, frozen: Set[str]) -> frozenset[int]:
         """Return the values that depend on a parameter outside of `frozen`: gradients reach no others."""
@@ -281,6 +283,7 @@ class _Reader:
                 inputs = [self.new() if each is None else self._copied(each) for each in operands]
                 self.recording.layers.append(frozenset(inputs))
                 results = self.read(inner, inputs, here, times, len(self.recording.layers) - 1)
+                self.recording.beside.append(tuple(results[1:]))
             elif name in _PARTS and operands[0] in self.recording.parameters:  # of a layer, in its stack
                 results = [self._copied(operands[0])]
             elif inner is not None:

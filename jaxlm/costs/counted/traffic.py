@@ -9,7 +9,7 @@ from jaxlm.costs.counted import cache, drawing
 from jaxlm.costs.counted.between_stages import between_stages
 from jaxlm.costs.counted.collective import Collective
 from jaxlm.costs.counted.device import DeviceStep, device_step
-from jaxlm.costs.counted.operations import run_again, updates
+from jaxlm.costs.counted.operations import run_again, runs_again_on_stage, updates
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.models.doors.cost import Statistics
@@ -112,15 +112,17 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             first = each * (layer == 0)
             part = _first_read(device, products) if work.execution.in_loop else 0.0
             waits = first + part * (times - first)
-            again = device.runs_twice(products[0])
             if device.is_gathered_before(products[0]):
                 chunks = work.rounds if layer in device.of_stages else 1
                 size = chunks * products[0].times * gathered
                 yield Collective("all-gather", axes, 1, size, "layers", "forward", 1)
             else:
-                yield Collective(
-                    "all-gather", axes, times * (1 + again), gathered, "layers", "forward", waits * (1 + again)
-                )
+                runs = {gathered: products[0].times}  # by bytes
+                for count, size in _gathered_again(device, products).items():
+                    runs[size] = runs.get(size, 0) + count
+                for size, count in runs.items():
+                    waited = waits * count / products[0].times
+                    yield Collective("all-gather", axes, each * count, size, "layers", "forward", waited)
                 yield Collective("all-gather", axes, times * backward, gathered, "layers", "backward", part * times)
             yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers", "backward", waits, True)
     # Gradients of vectors are accumulated in float32.
@@ -143,6 +145,14 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         vectors[left, runs] += size
     for (left, runs), size in vectors.items():
         yield Collective("all-reduce", left, runs, size, "vectors", "backward")
+
+
+def _gathered_again(device: DeviceStep, products: Sequence[RecordedOp]) -> Counter[int]:
+    """Return the bytes of the matrices that a layer gathers for its second forward pass on a stage, by its runs."""
+    again: Counter[int] = Counter()
+    for use in products if device.work.stages > 1 else ():
+        again[runs_again_on_stage(device, use)] += device.weight_bytes(use)
+    return again
 
 
 def _first_read(device: DeviceStep, products: Sequence[RecordedOp]) -> float:
@@ -272,7 +282,8 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
             counts["all-reduce", left, whole // work.layout.over(kept), "residual", hidden] += n
 
         reruns = use.layer is not None and not again.isdisjoint(use.results)
-        forward, trains = times * (1 + reruns + device.runs_twice(use)), device.trains(use)
+        forward = times * (1 + reruns) + device.runs(use) * runs_again_on_stage(device, use)
+        trains = device.trains(use)
         if cost.relays:
             counts["all-gather", over, whole, "residual", False] += forward
             if trains:
@@ -295,11 +306,11 @@ def _operands(device: DeviceStep) -> Iterator[Collective]:
                 before = together(work.placed(each.axes, use.shapes[each.operand], use.num_query_heads))
                 over = tuple(axis for axis in before if axis not in together(device.placed(use, each.operand)))
             reruns = use.layer is not None and not again.isdisjoint(use.results)
-            forward = 1 + reruns + device.runs_twice(use)
-            runs = {"forward": forward * each.forward, "backward": device.trains(use) * each.backward}
+            forward = use.times * (1 + reruns) + runs_again_on_stage(device, use)
+            runs = {"forward": forward * each.forward, "backward": use.times * device.trains(use) * each.backward}
             for phase, times in runs.items():
                 behind = phase if each.is_hidden else None
-                yield Collective(each.kind, over, device.runs(use) * use.times * times, each.bytes, each.of, behind)
+                yield Collective(each.kind, over, device.runs(use) * times, each.bytes, each.of, behind)
 
 
 def _statistics(device: DeviceStep) -> Iterator[Collective]:
@@ -310,8 +321,8 @@ def _statistics(device: DeviceStep) -> Iterator[Collective]:
         declared = [(use, each) for use in uses for each in device.cost(use).statistics if each.every_pass]
         shared = [(use, each, axes) for use, each in declared if (axes := _shared_over(device, use, each))]
         for use, first, axes in shared[:1]:
-            passes = 1 + (not again.isdisjoint(use.results)) + device.runs_twice(use) + device.trains(use)
-            times = device.runs(use) * use.times * passes * first.times
+            passes = use.times * (1 + (not again.isdisjoint(use.results)) + device.trains(use))
+            times = device.runs(use) * (passes + runs_again_on_stage(device, use)) * first.times
             yield Collective("all-reduce", axes, times, sum(each.bytes for _, each, _ in shared), first.of)
 
 

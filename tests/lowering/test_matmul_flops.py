@@ -60,8 +60,8 @@ def test_a_product_with_a_vector_counts_once(name):
 ENTRY %main (p: f32[8,12,64]) -> f32[8,64] {{
   %p = f32[8,12,64] parameter(0)
   %zero = f32[] constant(0)
-  %product = f32[8,12,64] multiply(%p, %p), metadata={{op_name="jit(f)/{name}"}}
-  ROOT %y = f32[8,64] reduce(%product, %zero), dimensions={{1}}, to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}
+  %both = f32[8,12,64] multiply(%p, %p), metadata={{op_name="jit(f)/{name}"}}
+  ROOT %y = f32[8,64] reduce(%both, %zero), dimensions={{1}}, to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}
 }}
 """
     assert matmul_flops.program_flops(hlo.parse(text)) == 2 * 8 * 12 * 64

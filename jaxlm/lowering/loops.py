@@ -7,13 +7,14 @@ its counter starts, how far it steps, and the comparison that ends the loop.
 import functools
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram, controlled, scope
+from jaxlm.lowering.matmul_flops import instruction_flops
 
 # Opcodes whose result has the value of their first operand.
 _VIEWS = set("bitcast reshape convert copy copy-start copy-done opt-barrier optimization-barrier domain".split())
@@ -32,7 +33,8 @@ Element = tuple[int, ...]
 def times(program: HloProgram) -> dict[str, int]:
     """Return the number of runs of each computation by name, those inside fusions and reductions included.
 
-    A loop whose trip count cannot be read, perhaps because it depends on data, runs as often as `program.trips` says;
+    Of a conditional that decides between products by data, the branch with the most FLOPs runs each time. A loop whose
+    trip count cannot be read, perhaps because it depends on data, runs as often as `program.trips` says;
     without that, once.
 
     Raises InputError, which names the loop, if such a loop has matrix products, kernels or collectives and no trips are
@@ -42,6 +44,16 @@ def times(program: HloProgram) -> dict[str, int]:
     for name, runs in _runs(_CallSite(program, program.entry), 1):
         counts[name] += runs
     return counts
+
+
+def program_flops(program: HloProgram) -> int:
+    """Return the FLOPs of all matrix products on one device, each multiplied by its number of runs."""
+    counts = times(program)
+    return sum(
+        counts[computation.name] * instruction_flops(computation, instruction)
+        for computation in program.computations.values()
+        for instruction in computation.instructions.values()
+    )
 
 
 def executed(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
@@ -215,6 +227,8 @@ def _runs(site: _CallSite, runs: int | Fraction) -> Iterator[tuple[str, int | Fr
                 each = runs * _trips_of(site, instruction)
             elif instruction.opcode == "conditional":
                 each = _branch_runs(inside, runs)
+                if each is None:
+                    each = runs * (name in _dearest(site, instruction))
             yield from _runs(inside, each)
 
 
@@ -235,23 +249,38 @@ def _trips_of(site: _CallSite, instruction: HloInstruction) -> int | Fraction:
     return 1
 
 
-def _branch_runs(branch: _CallSite, runs: int) -> int:
-    """Return how often a branch runs where a loop's body, which runs so often, compares the loop's counter.
+def _branch_runs(branch: _CallSite, runs: int) -> int | None:
+    """Return how often a branch runs where a loop's body, which runs so often, compares the loop's counter. None where
+    it does not.
 
-    XLA's windowed products send no part in the last trip. Any other branch counts each time.
+    XLA's windowed products send no part in the last trip.
     """
     body, conditional = branch.caller, branch.call
     if not (body.call and body.call.opcode == "while" and "true_computation" in conditional.called):
-        return runs
+        return None
     loop = _Loop(body.caller, body.call)
     trips, compared = loop.trips(), loop.compared(body, conditional.operands[0])
     if not trips or compared is None:
-        return runs
+        return None
     direction, distance, step = compared
     taken = sum(_HOLDS[direction](distance + step * trip, 0) for trip in range(trips))
     if branch.computation.name not in conditional.called["true_computation"]:
         taken = trips - taken
     return runs // trips * taken
+
+
+def _dearest(site: _CallSite, conditional: HloInstruction) -> Sequence[str]:
+    """Return the branch with the most FLOPs of products; all where none has any."""
+    flops = {}
+    for name in controlled(conditional):
+        inside = _runs(site.inside(conditional, name), 1)
+        parts = ((site.program.computations[each], times) for each, times in inside)
+        flops[name] = sum(
+            times * instruction_flops(part, instruction)
+            for part, times in parts
+            for instruction in part.instructions.values()
+        )
+    return [max(flops, key=flops.__getitem__)] if any(flops.values()) else [*flops]
 
 
 def _counted(computation: HloComputation) -> bool:

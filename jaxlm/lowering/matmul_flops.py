@@ -1,4 +1,4 @@
-"""FLOPs of matrix products, read from a compiled program's text.
+"""FLOPs of a matrix product, read from a compiled program's text.
 
 XLA's own `cost_analysis` counts a loop once on some platforms and returns nothing on others.
 """
@@ -8,20 +8,9 @@ import re
 
 import numpy as np
 
-from jaxlm.lowering import loops
-from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram
+from jaxlm.lowering.hlo import HloComputation, HloInstruction
 
 _CUBLAS = re.compile(r"__cublas|__cudnn\$gemm")
-
-
-def program_flops(program: HloProgram) -> int:
-    """Return the FLOPs of all matrix products on one device, each multiplied by its number of runs."""
-    times = loops.times(program)
-    return sum(
-        times[computation.name] * instruction_flops(computation, instruction)
-        for computation in program.computations.values()
-        for instruction in computation.instructions.values()
-    )
 
 
 def instruction_flops(computation: HloComputation, instruction: HloInstruction) -> int:

@@ -23,7 +23,7 @@ from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.layer_loops import with_choice
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import collectives, hlo, launched_kernels, matmul_flops
+from jaxlm.lowering import collectives, hlo, launched_kernels, loops
 from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.held_memory import CompiledMemory, HeldBuffers, held_buffers, memory_of, memory_together
 from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
@@ -358,7 +358,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             compile_s=step.seconds,
             memory=memory_together(programs, memories),
             held_buffers=held_buffers(parsed[most], **parsed),
-            flops=matmul_flops.program_flops(program),
+            flops=loops.program_flops(program),
             kernel_flops=sum(kernel.count * kernel.declared_flops for kernel in kernels),
             collectives=tuple(collectives.table(collectives.collectives(program, layout, outer))),
             calls=tuple(launched_kernels.calls(program)),

@@ -84,6 +84,7 @@ def computed_rows(
     groups: int,
     dtype: np.dtype,
     implementation: str,
+    platform: str | None,
     multiplied: int | None = None,
     room: int | None = None,
 ) -> visits.TileRows:
@@ -92,12 +93,14 @@ def computed_rows(
     be more; None: those that tokens choose."""
     multiplied = groups if multiplied is None else multiplied
     rows = tokens * choices if room is None else room
+    lengths: tuple[int, ...] = ()
     if implementation == "xla":
         tile = xla.tile_rows(rows, multiplied)
+        lengths = xla.tile_lengths(tile, platform)
     else:
         tile = {"triton": triton, "mosaic_tpu": mosaic_tpu}[implementation].tile_rows(rows, multiplied, dtype)
     is_aligned = implementation == "mosaic_tpu"
-    return visits.computed_rows(tokens, choices, groups, tile, is_aligned, multiplied, room)
+    return visits.computed_rows(tokens, choices, groups, tile, is_aligned, multiplied, room, lengths)
 
 
 class _GroupedSettings(NamedTuple):

@@ -1,6 +1,7 @@
 """The tiles in which groups of sorted rows are walked."""
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ def computed_rows(
     is_aligned: bool,
     multiplied: int | None = None,
     room: int | None = None,
+    lengths: tuple[int, ...] = (),
 ) -> TileRows:
     """Return the rows that are computed for tokens of which each chooses so many of the groups.
 
@@ -68,6 +70,8 @@ def computed_rows(
     otherwise they begin with their group.
     multiplied: the groups whose rows are computed; all where None.
     room: the most rows that there may be; None: all that tokens may choose.
+    lengths: the numbers of rows, in order, of which a tile computes the least that has those of its group; all where
+        there are none. Tiles that are aligned have none.
     """
     multiplied = groups if multiplied is None else multiplied
     rows, most_rows = tokens * choices * multiplied / groups, room or tokens * min(choices, multiplied)
@@ -77,15 +81,17 @@ def computed_rows(
         touched = multiplied * (1 - (1 - chance) ** tokens)
         expected = tile * math.ceil(rows / tile) + (tile - 1) * max(touched - 1, 0)
     else:
-        expected = tile * multiplied * _expected_tiles(tokens, chance, tile)
+        steps = itertools.pairwise((0, *(lengths or (tile,))))
+        expected = multiplied * sum((n - less) * _expected_tiles(tokens, chance, tile, less) for less, n in steps)
     return TileRows(tile, min(float(expected), float(most)), most)
 
 
-def _expected_tiles(tokens: int, chance: float, tile: int) -> float:
-    """Return the mean number of tiles of a group that each token chooses with this probability: the sum over tiles of
-    the probability that more tokens choose the group than the tiles before it hold."""
+def _expected_tiles(tokens: int, chance: float, tile: int, after: int = 0) -> float:
+    """Return the mean number of tiles with more than `after` rows of a group that each token chooses with this
+    probability: the sum over tiles of the probability that more tokens choose the group than the tiles before it and so
+    many rows of it hold."""
     if chance >= 1:
-        return math.ceil(tokens / tile)
+        return max(math.ceil((tokens - after) / tile), 0)
     mean, deviation = tokens * chance, math.sqrt(tokens * chance * (1 - chance))
     # So many standard deviations from the mean nothing is left of a binomial distribution; 40 where the mean is small.
     low, high = max(0, math.floor(mean - 12 * deviation)), min(tokens, math.ceil(mean + 12 * deviation) + 40)
@@ -94,8 +100,8 @@ def _expected_tiles(tokens: int, chance: float, tile: int) -> float:
     of_low += low * math.log(chance) + (tokens - low) * math.log1p(-chance)
     steps = np.log((tokens - n + 1) / n) + math.log(chance) - math.log1p(-chance)
     more = np.cumsum(np.exp(of_low + np.cumsum(steps))[::-1])[::-1]  # than low, low + 1, … tokens
-    full = -(-low // tile)
-    return full + float(more[full * tile - low :: tile].sum())
+    full = -((after - low) // tile)
+    return full + float(more[full * tile + after - low :: tile].sum())
 
 
 def of_groups(sizes: jax.Array, rows: int, tile: int, alignment: int, after: int = 0) -> Visits:

@@ -1,18 +1,20 @@
 """A grouped product as XLA runs it: a loop over the tiles that have rows, which reads no other matrix.
 
 Tiles are slices of the sorted rows in place: the end of a group's last tile has rows of the next group, whose results
-that group's first tile overwrites. For the gradients of matrices the first rows of all groups are one product, where
-groups have enough.
+that group's first tile overwrites. On a CPU a tile multiplies only as many of its rows as its group needs, in one of a
+few lengths. For the gradients of matrices the first rows of all groups are one product, where groups have enough.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.core import target
 from kernels_pallas.core.quantized import xla as quantized
 from kernels_pallas.core.quantized.formats import KINDS
 from kernels_pallas.grouped_matmul import visits
@@ -25,6 +27,13 @@ def tile_rows(rows: int, groups: int) -> int:
     if each < 4:
         return 2 ** max(1, math.ceil(math.log2(2 * each)))
     return min(32 * math.ceil(1.25 * each / 32), 256)
+
+
+def tile_lengths(tile: int, platform: str | None) -> tuple[int, ...]:
+    """Return the numbers of rows of which a tile multiplies the least that has those of its group. Only a CPU has more
+    than one: elsewhere each tile would wait for the host to choose."""
+    step = 32 if tile <= 128 else 64
+    return (*range(step, tile, step), tile) if platform == "cpu" else (tile,)
 
 
 class GradientRows(NamedTuple):
@@ -57,11 +66,10 @@ def product(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, transposed: 
     wide = np.promote_types(x.dtype, jnp.float32)
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
-    def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
-        matrix = _matrix_of(matrices, group)
+    def multiply(rows: jax.Array, matrix: jax.Array) -> jax.Array:
         return jax.lax.dot_general(rows, matrix, contracted, preferred_element_type=wide)
 
-    return _of_tiles(multiply, x, matrices.shape[1 if transposed else 2], sizes, tile)
+    return _of_tiles(multiply, x, (matrices,), matrices.shape[1 if transposed else 2], sizes, tile)
 
 
 def quantized_product(
@@ -70,11 +78,10 @@ def quantized_product(
     """Return x · matrix of each row's group, [R, N] in x's dtype; zeros past the last group. The numbers of a tile's
     matrix are made inside the loop, and of no other matrix."""
 
-    def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
-        own = (_matrix_of(each, group) for each in (values, scales))
-        return quantized.product(rows, *own, kind=kind, by_outputs=by_outputs)
+    def multiply(rows: jax.Array, *matrix: jax.Array) -> jax.Array:
+        return quantized.product(rows, *matrix, kind=kind, by_outputs=by_outputs)
 
-    return _of_tiles(multiply, x, values.shape[1 if by_outputs else 2], sizes, tile)
+    return _of_tiles(multiply, x, (values, scales), values.shape[1 if by_outputs else 2], sizes, tile)
 
 
 def quantized_gradient(
@@ -82,30 +89,44 @@ def quantized_gradient(
 ) -> jax.Array:
     """Return d_y · matrixᵀ of each row's group, [R, K] in d_y's dtype; zeros past the last group."""
 
-    def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
-        own = (_matrix_of(each, group) for each in (values, scales))
-        return quantized.gradient(rows, *own, kind=kind, by_outputs=by_outputs)
+    def multiply(rows: jax.Array, *matrix: jax.Array) -> jax.Array:
+        return quantized.gradient(rows, *matrix, kind=kind, by_outputs=by_outputs)
 
     K = values.shape[2 if by_outputs else 1] * (1 + KINDS[kind].packed)
-    return _of_tiles(multiply, d_y, K, sizes, tile)
+    return _of_tiles(multiply, d_y, (values, scales), K, sizes, tile)
 
 
 def _of_tiles(
-    multiply: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, N: int, sizes: jax.Array, tile: int
+    multiply: Callable[..., jax.Array], x: jax.Array, parts: Sequence[jax.Array], N: int, sizes: jax.Array, tile: int
 ) -> jax.Array:
-    """Return multiply(rows, group), [tile, N], of all tiles, [R, N] in x's dtype; zeros past the last group."""
+    """Return multiply(rows, *matrix), [rows, N], of all tiles, [R, N] in x's dtype; zeros past the last group. `parts`:
+    the arrays of all matrices."""
     R, walk = x.shape[0], _walk(x, sizes, tile)
     padded = jnp.pad(x, ((0, tile), (0, 0)))
 
     def one(visit: jax.Array, y: jax.Array) -> jax.Array:
-        start = walk.start[visit]
-        y_tile = multiply(jax.lax.dynamic_slice_in_dim(padded, start, tile), walk.group[visit])
-        return jax.lax.dynamic_update_slice_in_dim(y, y_tile.astype(x.dtype), start, 0)
+        start, group = walk.start[visit], walk.group[visit]
+        matrix = [_matrix_of(each, group) for each in parts]
+
+        def of_first(rows: int) -> jax.Array:
+            y_rows = multiply(jax.lax.dynamic_slice_in_dim(padded, start, rows), *matrix)
+            return jnp.pad(y_rows.astype(x.dtype), ((0, tile - rows), (0, 0)))
+
+        y_tile = _of_length(of_first, tile_lengths(tile, target.platform()), walk.end[group] - start)
+        return jax.lax.dynamic_update_slice_in_dim(y, y_tile, start, 0)
 
     begins = jnp.zeros_like(padded, shape=(R + tile, N))
     with jax.named_scope(loop_name(tile)):
         y = jax.lax.fori_loop(0, walk.count, one, begins)[:R]
     return jnp.where(jnp.arange(R)[:, None] < walk.end[-1], y, 0)
+
+
+def _of_length(function: Callable[[int], jax.Array], lengths: Sequence[int], rows: jax.Array) -> jax.Array:
+    """Return function(length) for the least length that is at least `rows`, or the last."""
+    if len(lengths) == 1:
+        return function(lengths[0])
+    which = sum((rows > length).astype(jnp.int32) for length in lengths[:-1])
+    return jax.lax.switch(which, [partial(function, length) for length in lengths])
 
 
 def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, rows: GradientRows) -> jax.Array:

@@ -3,11 +3,13 @@
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from machine_code import kernel_runs
 from markers import ELSEWHERE
 
+from jaxlm.lowering import hlo, loops
 from kernels_pallas import grouped_matmul
 from kernels_pallas.core import interpreted
 from kernels_pallas.grouped_matmul import visits, xla
@@ -71,7 +73,8 @@ def test_the_gradient_of_a_matrix_without_rows_has_no_bit(implementation):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_in_any_surroundings_and_tiles(dtype):
-    """On a CPU, with matrices [N, K]: whatever the other rows are, and in tiles of 2 rows or more."""
+    """On a CPU, with matrices [N, K]: whatever the other rows are, in tiles of 2 rows or more, and in each length of a
+    tile."""
     (own, matrices, _), random = drawn(5, 96, 70, 16, dtype=dtype), np.random.default_rng(1)
     own_groups, found = np.array([3, 3, 7, 0, 15]), set()
     run = jax.jit(xla.product, static_argnames=("transposed", "tile"))
@@ -81,7 +84,8 @@ def test_a_row_has_the_same_bits_in_any_surroundings_and_tiles(dtype):
         x = np.concatenate([own, random.standard_normal((rows - 5, 96))]).astype(own.dtype)
         order = np.lexsort((random.random(rows), groups))
         sizes = jnp.asarray(np.bincount(groups, minlength=16), jnp.int32)
-        y = np.asarray(run(jnp.asarray(x[order]), matrices, sizes, transposed=True, tile=tile))
+        with jax.set_mesh(meshes.make()):
+            y = np.asarray(run(jnp.asarray(x[order]), matrices, sizes, transposed=True, tile=tile))
         found.add(y[np.argsort(order)[:5]].tobytes())
     assert len(found) == 1
 
@@ -177,6 +181,18 @@ def test_tiles_cover_each_row_of_a_group_once():
                 begin, end = int(walk.begin[group]), int(walk.end[group])
                 covered += range(max(start, begin), min(start + tile, end))
             assert covered == list(range(43))
+
+
+def test_a_tile_multiplies_as_many_rows_as_its_group_needs():
+    """On a CPU, by a branch for each length."""
+    x, matrices, _ = drawn(1024, 64, 32, 16)
+    product = jax.jit(lambda *operands: grouped_matmul(*operands, transposed=True))
+    with jax.set_mesh(meshes.make()):
+        compiled = product.lower(x, matrices, jax.ShapeDtypeStruct((16,), jnp.int32)).compile()
+    program = hlo.parse(compiled.as_text(), trips=1)
+    instructions = [each for part in program.computations.values() for each in part.instructions.values()]
+    assert {each.arrays[0].shape[0] for each in instructions if each.opcode == "dot"} == {32, 64, 96}
+    assert loops.program_flops(program) == 2 * 96 * 64 * 32
 
 
 def test_only_tiles_with_rows_are_computed():

@@ -11,7 +11,7 @@ import pytest
 
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target
-from jaxlm.lowering import collectives, hlo, launched_kernels, loops, matmul_flops, targets
+from jaxlm.lowering import collectives, hlo, launched_kernels, loops, targets
 from jaxlm.parallel.partition import named_sharding
 
 # A loop whose state is (counter, array, limit), and computations that it may call.
@@ -111,7 +111,7 @@ ENTRY %main (x: f32[8,8], n: s32[]) -> f32[8,8] {{
 def test_a_counter_gives_the_trips(trips, written):
     found = program(**written)
     assert loops.times(found)["body"] == trips
-    assert matmul_flops.program_flops(found) == trips * 2 * 8**3
+    assert loops.program_flops(found) == trips * 2 * 8**3
 
 
 UNREADABLE = [
@@ -130,7 +130,7 @@ UNREADABLE = [
 @pytest.mark.parametrize("written", UNREADABLE)
 def test_nothing_is_counted_by_a_guess(written):
     counts = {
-        DOT: matmul_flops.program_flops,
+        DOT: loops.program_flops,
         "f32[8,8] all-reduce(%x), replica_groups={}": lambda found: collectives.collectives(found, {"fsdp": 4}),
         'f32[8,8] custom-call(%x), custom_call_target="tpu_custom_call"': launched_kernels.calls,
     }
@@ -239,7 +239,7 @@ def test_trips_read_are_those_that_xla_states():
     text = jax.jit(step).lower(jnp.ones((16, 16)), jnp.ones((11, 16, 16))).compile().as_text()
     stated, read = hlo.parse(text), hlo.parse(text.replace("known_trip_count", "not_said"))
     assert loops.times(read) == loops.times(stated)
-    assert matmul_flops.program_flops(read) == (11 + 5 + 3) * 2 * 16**3
+    assert loops.program_flops(read) == (11 + 5 + 3) * 2 * 16**3
 
 
 @pytest.mark.slow
@@ -264,6 +264,6 @@ def test_a_windowed_product_runs_once(product, right, result):
     step = jax.jit(lambda x, w: jnp.einsum(product, x, w), out_shardings=sharded(*result).sharding)
     found = hlo.parse(step.lower(sharded("batch", 65536, 512), sharded(*right)).compile().as_text())
     assert [runs for name, runs in loops.times(found).items() if "windowed_dot_general_body" in name] == [4]
-    assert matmul_flops.program_flops(found) == 2 * 65536 * 512 * 1024 // 16
+    assert loops.program_flops(found) == 2 * 65536 * 512 * 1024 // 16
     sent = collectives.collectives(found, dict(mesh.shape))
     assert {(c.kind, c.bytes, c.count) for c in sent if c.in_loop} == {("collective-permute", 2 * 32 * 1024, 16)}

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.lowering import hlo, matmul_flops
+from jaxlm.lowering import hlo, loops
 
 
 def flops(line: str, *operands: str) -> int:
     given = "\n".join(f"  %p{i} = {type} parameter({i})" for i, type in enumerate(operands))
     program = hlo.parse(f"HloModule m\nENTRY %main (p: f32[]) -> f32[] {{\n{given}\n  ROOT %y = {line}\n}}\n")
-    return matmul_flops.program_flops(program)
+    return loops.program_flops(program)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ ENTRY %main (p: f32[8,12,64]) -> f32[8,64] {{
   ROOT %y = f32[8,64] reduce(%both, %zero), dimensions={{1}}, to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}
 }}
 """
-    assert matmul_flops.program_flops(hlo.parse(text)) == 2 * 8 * 12 * 64
+    assert loops.program_flops(hlo.parse(text)) == 2 * 8 * 12 * 64
 
 
 def test_loops_in_loops_multiply():
@@ -75,4 +75,4 @@ def test_loops_in_loops_multiply():
         return jax.lax.scan(inner, x, None, length=3)[0] @ x, None
 
     compiled = jax.jit(lambda x: jax.lax.scan(outer, x, None, length=5)[0]).lower(jnp.ones((16, 16))).compile()
-    assert matmul_flops.program_flops(hlo.parse(compiled.as_text())) == 5 * 4 * 2 * 16**3
+    assert loops.program_flops(hlo.parse(compiled.as_text())) == 5 * 4 * 2 * 16**3

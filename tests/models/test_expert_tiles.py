@@ -1,5 +1,6 @@
 """A mixture's FLOPs, counted and in jaxprs: of the most tiles that there may be, and of a measured load."""
 
+import math
 from dataclasses import replace
 
 import engine_jaxprs
@@ -112,6 +113,18 @@ def test_expected_and_most_rows_are_those_of_drawn_loads(tokens, choices, groups
     error = 4 * np.std(computed) / 20 + (0.02 * tokens * choices if is_aligned else 1e-9)
     assert abs(np.mean(computed) - rows.expected) <= error
     assert max(computed) <= rows.most
+
+
+@pytest.mark.parametrize("lengths", [(), (4, 8, 16), (8, 16)])
+def test_expected_rows_are_those_of_the_least_length_of_each_tile(lengths):
+    """The mean over the sizes of a group, each with its probability."""
+    tokens, chance = 60, 0.25
+    sizes = np.arange(tokens + 1)
+    ways = np.array([math.comb(tokens, n) for n in sizes], float)
+    probability = ways * chance**sizes * (1 - chance) ** (tokens - sizes)
+    last = np.array([min((n for n in (0, *(lengths or (16,))) if n >= size % 16), default=16) for size in sizes])
+    rows = visits.computed_rows(tokens, 1, 4, 16, is_aligned=False, lengths=lengths)
+    np.testing.assert_allclose(rows.expected, 4 * np.sum(probability * (sizes // 16 * 16 + last)), rtol=1e-9)
 
 
 @pytest.mark.parametrize("platform, kernels, tile", [("cpu", "xla", TILE), ("gpu", "auto", 64), ("tpu", "auto", 128)])

@@ -157,7 +157,8 @@ def _product_cost(
     tiles = None
     if choosing:
         room = order.numbers if is_sent else None
-        tiles = computed_rows(choosing, choices, of_all, x.abstract.dtype, name or "xla", multiplied=experts, room=room)
+        how = x.abstract.dtype, name or "xla", local.platform
+        tiles = computed_rows(choosing, choices, of_all, *how, multiplied=experts, room=room)
     of_product = DoorProduct(product, 0, weight=1, groups=experts, tiles=tiles)
     if name is not None:
         rows, sizes = x._replace(shape=(m, k)), LocalArray((experts,), "int32", (False,))

@@ -30,7 +30,7 @@ from jaxlm.inference.sampling import row_sampling
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.lowering import hlo
-from jaxlm.lowering.matmul_flops import program_flops
+from jaxlm.lowering.loops import program_flops
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.partition import named_sharding

@@ -132,6 +132,7 @@ def _of_length(function: Callable[[int], jax.Array], lengths: Sequence[int], row
 def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, rows: GradientRows) -> jax.Array:
     """Return the sum of xᵀ · y over the rows of each group, [G, K, N] in x's dtype; zeros of an empty group."""
     first, tile = rows
+    lengths = tile_lengths(tile, target.platform())
     wide, walk = np.promote_types(x.dtype, jnp.float32), _walk(x, sizes, tile, after=first)
     padded = [jnp.pad(each, ((0, max(rows)), (0, 0))) for each in (x, y)]
 
@@ -142,8 +143,9 @@ def matrix_gradient(x: jax.Array, y: jax.Array, sizes: jax.Array, *, rows: Gradi
         return jax.lax.dot_general(*own, (((0,), (0,)), ((), ())), preferred_element_type=wide)
 
     def add(visit: jax.Array, sums: jax.Array) -> jax.Array:
-        group = walk.group[visit]
-        more = of_rows(walk.start[visit], walk.end[group], tile)
+        start, group = walk.start[visit], walk.group[visit]
+        end = walk.end[group]
+        more = _of_length(partial(of_rows, start, end), lengths, end - start)
         total = jax.lax.dynamic_index_in_dim(sums, group, keepdims=False) + more
         return jax.lax.dynamic_update_index_in_dim(sums, total, group, 0)
 

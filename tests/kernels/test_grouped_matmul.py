@@ -195,6 +195,18 @@ def test_a_tile_multiplies_as_many_rows_as_its_group_needs():
     assert loops.program_flops(program) == 2 * 96 * 64 * 32
 
 
+def test_each_length_of_a_tile_gives_the_product_and_its_gradients():
+    """On a CPU, in tiles of 96 rows: of no group's rows but its own, also beside NaNs."""
+    sizes, end = [0, 33, 1, 190, 76], 300  # of 310 rows
+    x, matrices, d_y = drawn(310, 40, 24, 5)
+    dirty = x.at[end:].set(np.nan), matrices, d_y.at[end:].set(np.nan)
+    with jax.set_mesh(meshes.make()):
+        y, d_x, d_matrices = (np.asarray(each) for each in results_and_gradients("xla", *dirty, sizes))
+    of_reference = results_and_gradients("reference", x, matrices, d_y, sizes)
+    for found, expected in zip((y[:end], d_x[:end], d_matrices), of_reference, strict=True):
+        np.testing.assert_allclose(found, expected[: len(found)], atol=5e-5)
+
+
 def test_only_tiles_with_rows_are_computed():
     """The loop's trips are known at run time; no product has all rows, or all matrices."""
     x, matrices, _ = drawn(512, 64, 32, 64)

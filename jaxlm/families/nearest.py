@@ -83,8 +83,10 @@ def _from_shared(shared: Mapping[str, Any], model: ModelConfig) -> Iterable[Chan
         if not tables:
             continue  # positions, where nothing rotates
         kinds = [each for each in tables if each.get("kind") == table.get("kind")]
-        if "kind" in table and not kinds:
-            yield Change(f"{part}.kind", table["kind"], tables[0]["kind"])
+        # Families of mixtures have dense layers beside them; others have no mixtures.
+        others = [each for each in tables if each.get("kind") == "mixture"] if table.get("kind") == "dense" else []
+        if "kind" in table and (others or not kinds):
+            yield Change(f"{part}.kind", table["kind"], (others or tables)[0]["kind"])
             continue
         of_kind = dict(leaves((kinds or tables)[0]))
         for key, value in leaves(table):
@@ -92,10 +94,11 @@ def _from_shared(shared: Mapping[str, Any], model: ModelConfig) -> Iterable[Chan
                 yield Change(f"{part}.{key}", value, of_kind[key])
 
 
-def _distance(differences: list[Change], why: str) -> tuple[int, int, int]:
-    """Return what orders families: other attention, then kinds of other parts, then the number of keys."""
+def _distance(differences: list[Change], why: str) -> tuple[int, ...]:
+    """Return what orders families: other attention, then kinds of other parts, then the number of keys, of which not
+    all are known where there is no config.json."""
     kinds = [change.key for change in differences if change.key.endswith("kind")]
-    return "attention.kind" in kinds, len(kinds), len(differences) + bool(why)
+    return "attention.kind" in kinds, len(kinds), len(differences) + bool(why), bool(why)
 
 
 def _alone(model: ModelConfig, differences: list[Change], known: list[Family]) -> str:

@@ -63,6 +63,13 @@ def test_the_keys_in_the_way_of_the_nearest_family_are_named(keys, why):
     assert str(error.value) == f"this [model] is of no family, and cannot be exported: {why}"
 
 
+def test_a_mixture_with_a_dense_layer_is_near_no_dense_family():
+    """Also where of a family no more is known than that it rotates whole heads."""
+    attention = {"num_heads": 2, "head_dim": 16, "qkv_bias": True}
+    with pytest.raises(InputError, match="nearest family, glm4_moe, in model.embedding_scale = 2.0 and not 1.0"):
+        family_of(latent(attention=attention, position={"fraction": 0.5}, embedding_scale=2.0, pattern=FIRST_DENSE))
+
+
 RECURRENT = {"kind": "gated_delta", "num_key_heads": 2, "num_value_heads": 2, "key_dim": 8, "value_dim": 8}
 GQA = {"kind": "gqa", "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "output_gate": "sigmoid"}
 

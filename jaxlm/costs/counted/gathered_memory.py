@@ -41,18 +41,23 @@ def laid_out_again(device: DeviceStep) -> dict[str, int]:
     work = device.work
     if work.platform == "tpu":
         return {}
-    return _laid_out_in_loops(device, work.accumulates, work.execution.in_loop, work.rounds, work.gathers_once)
+    written_before = frozenset[int]()
+    if work.gathers_once:
+        written_before = frozenset(device.recording.by_layer.keys() - {None})
+    elif work.stage_layers.exchanges:
+        written_before = device.of_stages
+    return _laid_out_in_loops(device, work.accumulates, work.execution.in_loop, written_before)
 
 
 @memoized_in("answers_on_mesh")
 def _laid_out_in_loops(
-    device: DeviceStep, accumulates: bool, layers_in_loop: bool, rounds: int, gathers_once: bool
+    device: DeviceStep, accumulates: bool, layers_in_loop: bool, written_before: frozenset[int]
 ) -> dict[str, int]:
-    """Return the bytes of `laid_out_again`, on a mesh, by what decides which loops there are."""
+    """Return the bytes of `laid_out_again`, on a mesh, by what decides which loops there are, without those of the
+    layers that are `written_before`."""
     work, recording, paths = device.work, device.recording, set()
     for use in recording.uses:
-        is_moved = use.layer in device.of_stages and work.stage_layers.exchanges
-        if is_moved or device.is_gathered_before(use):
+        if use.layer in written_before:
             continue
         is_in_loop = accumulates or (use.layer is not None and layers_in_loop)
         if (over := device.gathered_over(use)) and is_in_loop:
@@ -81,10 +86,15 @@ def reused(device: DeviceStep, copies: Mapping[str, int], gradients: Collection[
     return Reused(until_loss, max(until_loss, sum(size for path, size in sizes.items() if path in layered)))
 
 
-@memoized_in("answers_on_mesh")
-def in_layer(device: DeviceStep, layer: int, gathers_once: bool) -> int:
+def in_layer(device: DeviceStep, layer: int) -> int:
     """Return the bytes of the parameters that a layer gathers where they are read; none that are gathered before."""
-    return _here(device, device.recording.by_layer[layer])
+    return 0 if device.work.gathers_once else _of_layer(device, layer)
+
+
+@memoized_in("answers_on_mesh")
+def _of_layer(device: DeviceStep, layer: int) -> int:
+    """Return the bytes of the gathered parameters of a layer."""
+    return _gathered(device, device.recording.by_layer[layer])
 
 
 def before(device: DeviceStep) -> int:

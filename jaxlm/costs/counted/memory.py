@@ -155,7 +155,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
 
     for layer in layers:
         forward = layer_memory.forward(representative, layer, through and work.remat == "none")
-        gathered = gathered_memory.in_layer(device, layer, work.gathers_once)
+        gathered = gathered_memory.in_layer(device, layer)
         yield Memory(parameters + gathered, sums, state, saved + forward.bytes, 0, 0)
     use, loss = _loss(device)
     around, tables = saved, 0

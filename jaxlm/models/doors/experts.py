@@ -42,7 +42,7 @@ from jaxlm.models.doors.expert_matrices import (
     outputs_of,
 )
 from jaxlm.models.doors.expert_rows import OWN_CHOICES, PARTS, SPREAD, ExpertRows, collect, gathered, spread
-from jaxlm.models.doors.quantized_linear import parts_of, served_by
+from jaxlm.models.doors.quantized_linear import input_shards, served_by
 from jaxlm.models.doors.sent_rows import SentRows, exchanged, home_operands, sent_home, sent_rows
 from jaxlm.models.expert_parallel import ROOM
 from jaxlm.models.logical_axes import EXPERT_TOKENS, GATHERED, RESIDUAL, Axes
@@ -304,7 +304,7 @@ def _from_experts(
     multiply, (*_, hidden_size) = _multiplied(matrix, rows), hidden_PXRF.shape
     of_experts = PARTS[0], num_experts(matrix)
     if isinstance(matrix, QuantizedMatrix):
-        devices = parts_of(matrix.kind, PARTS[1], hidden_size, matrix.scales[...].shape[1], after=(of_experts,))
+        devices = input_shards(matrix.kind, PARTS[1], hidden_size, matrix.scales[...].shape[1], after=(of_experts,))
     else:
         devices = shards_of(PARTS[1], hidden_size, after=(of_experts,))
     over = PARTS[1] if devices > 1 else None

@@ -98,7 +98,7 @@ def quantized_product(
     return y if bias is None else y + broadcast_bias(repeat_heads(bias, 0, copies), y)
 
 
-def parts_of(kind: str, axis: str, size: int, groups: int, after: Sequence[tuple[str, int]] = ()) -> int:
+def input_shards(kind: str, axis: str, size: int, groups: int, after: Sequence[tuple[str, int]] = ()) -> int:
     """Return how many devices have each a part of a matrix's inputs, of this size and logical axis: 1 where the mesh
     divides no groups of them, of which a byte may hold numbers of both halves. `after`: as in `shards_of`."""
     parts = shards_of(axis, size, after)
@@ -118,7 +118,7 @@ def multiplied(x: jax.Array, matrix: QuantizedMatrix, rows: Axes, copies: int = 
     contracted = f"act_{matrix.inputs[0]}"
     of_outputs = tuple(f"act_{axis}" for axis in matrix.outputs)
     groups = len(scales)
-    parts = parts_of(matrix.kind, contracted, x.shape[kept], groups)
+    parts = input_shards(matrix.kind, contracted, x.shape[kept], groups)
     first = contracted if parts > 1 else None
     by_outputs = Quantization(matrix.kind).by_outputs(target.platform())
     multiply = partial(

@@ -168,11 +168,16 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", delta, "h200-sxm", 4, 4096, overrides=(*narrow, *each))
     convolve = "model.pattern=[]", 'model.attention={kind="short_convolution"}'
     yield MemoryCase("train", delta, "h200-sxm", 4, 4096, overrides=(*narrow, few, small, auto, full))
+    heads = "num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128"
+    alone = *narrow, "model.num_layers=1", "model.pattern=[]", f'model.attention={{kind="gated_delta", {heads}}}', small
+    yield MemoryCase("train", delta, "tpu-v6e", 4, 4096, overrides=(*alone, auto))
     yield MemoryCase("train", mamba, "h200-sxm", 4, 4096, overrides=each)
+    yield MemoryCase("train", mamba, "h200-sxm", 4, 8192, overrides=each)
     yield MemoryCase("train", mamba, "h200-sxm", 4, 4096, overrides=(few, small, auto, full))
     yield MemoryCase("train", mamba, "h200-sxm", 4, 4096, overrides=(few, small, full))
     yield MemoryCase("train", mamba, "tpu-v6e", 4, 4096, overrides=(few, small, auto))
     yield MemoryCase("train", short_convolutions, "h200-sxm", 4, 4096, overrides=(*convolve, *each))
+    yield MemoryCase("train", short_convolutions, "tpu-v6e", 4, 4096, overrides=(*convolve, few, small, auto))
 
     # Sequences, experts and layers that devices share out.
     big, eight = "llama3.1-405b", (auto, full, "model.num_layers=8")

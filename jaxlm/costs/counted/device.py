@@ -77,6 +77,13 @@ class DeviceStep:
         return self.work.gathers_once and use.layer is not None and bool(self.gathered_over(use))
 
     @cached_property
+    def in_loops(self) -> tuple[bool, ...]:
+        """The layers of the recording, True for one that runs in a loop. XLA writes out a loop of a single trip."""
+        work, by_layer = self.work, self.recording.by_layer
+        times = (by_layer[layer][0].times for layer in range(len(self.recording.layers)))
+        return tuple(work.execution.in_loop and (work.stages > 1 or each > 1) for each in times)
+
+    @cached_property
     def of_stages(self) -> frozenset[int]:
         """The layers of the recording that lie on stages: the last ones; without a pipeline all of them."""
         slots, layers = self.work.stage_layers.slots, set()

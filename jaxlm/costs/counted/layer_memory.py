@@ -45,16 +45,16 @@ def kept_by_layer(device: DeviceStep) -> tuple[Kept, ...]:
     With rematerialisation these are its inputs, the values with the names that the policy keeps, and what doors keep
     beside a value with such a name; without rematerialisation, all that the backward pass reads.
     """
-    return _kept_by_layer(device, device.work.remat, device.work.execution.in_loop)
+    return _kept_by_layer(device, device.work.remat, device.in_loops)
 
 
 @memoized_in("answers_of_rows")
-def _kept_by_layer(device: DeviceStep, remat: Remat, in_loop: bool) -> tuple[Kept, ...]:
+def _kept_by_layer(device: DeviceStep, remat: Remat, in_loops: tuple[bool, ...]) -> tuple[Kept, ...]:
     recording, layers = device.recording, []
     for layer, begin in enumerate(recording.layers):
         uses = recording.by_layer[layer]
         if remat == "none":
-            layers.append(_read(device, uses, in_loop))
+            layers.append(_read(device, uses, in_loops[layer]))
         else:
             names = () if remat == "full" else remat
             named = {value: use for use in uses for value in use.results if recording.names.get(value) in names}
@@ -130,16 +130,16 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
 def backward(device: DeviceStep, layer: int) -> LayerPeak:
     """Return the peak of a layer's backward pass: at a door with a workspace, or else where most values and gradients
     are live. In a loop it is beside what all layers keep; of a layer that is written out, beside what others keep."""
-    return _backward(device, layer, device.work.remat, device.work.execution.in_loop)
+    return _backward(device, layer, device.work.remat, device.in_loops)
 
 
 @memoized_in("answers_of_rows")
-def _backward(device: DeviceStep, layer: int, remat: Remat, in_loop: bool) -> LayerPeak:
+def _backward(device: DeviceStep, layer: int, remat: Remat, in_loops: tuple[bool, ...]) -> LayerPeak:
     """Return the peak of a layer's backward pass under this rematerialisation. In a loop it reads copies, out of the
     stacks of all layers, and otherwise what the layer keeps."""
     uses = device.recording.by_layer[layer]
     if working := _with_workspace(device, uses):
-        kept = _kept(device, (), 0) if in_loop else _kept_by_layer(device, remat, in_loop)[layer]
+        kept = _kept(device, (), 0) if in_loops[layer] else _kept_by_layer(device, remat, in_loops)[layer]
         around = (_around_workspace(device, layer, i, kept, remat == "none") for i in working)
         return max(LayerPeak(kept.total + bytes_, i) for bytes_, i in zip(around, working, strict=True))
     beside, lives = [device.cost(use).workspace.beside for use in uses], _lives(device, layer)
@@ -147,7 +147,7 @@ def _backward(device: DeviceStep, layer: int, remat: Remat, in_loop: bool) -> La
     # What only the backward pass of later doors reads is gone.
     read, bytes_, peaks = set(), of_passes, []
     for i, use in enumerate(uses):
-        values, more = _read_by(device, use, in_loop and remat == "none")
+        values, more = _read_by(device, use, in_loops[layer] and remat == "none")
         new = {device.same(value) for value in values} - read
         read |= new
         bytes_ += sum(device.bytes[value] for value in new) + more

@@ -170,13 +170,15 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     yield Memory(parameters + gathered, sums + loss.table_sum, state, around, loss.logits + gradient, 0)
     for layer in layers if through else ():
         backward = layer_memory.backward(representative, layer)
-        if work.execution.in_loop:  # the stacks of all layers are there from its first trip to its last
+        if device.in_loops[layer]:  # the stacks of all layers are there from its first trip to its last
             ends = [(saved, itemsize * of_layers, slices)]
         else:  # what a layer keeps goes, and its gradients come
             outside = layer_memory.masks(representative) + kept_bytes(work)
+            places = list(written_out.places(representative, layer, gradients))
+            lefts = [1.0 if work.execution.in_loop else place.left for place in places]
             ends = [
-                (outside + place.kept, round(itemsize * of_layers * place.made), round(slices * place.left))
-                for place in written_out.places(representative, layer, gradients)
+                (outside + place.kept, round(itemsize * of_layers * place.made), round(slices * left))
+                for place, left in zip(places, lefts, strict=True)
             ]
         for kept, made, cut in ends:
             weights = resident.parameters + cut - reused.backward

@@ -4,6 +4,7 @@ The schedule is that of `jaxlm.parallel.ticks`: loops with a body for each kind 
 Where a stage has no microbatch it computes all the same, and nothing keeps the result.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -229,9 +230,16 @@ class _Pipeline:
     def _forward(self, passing: _Passing, t: jax.Array, done: jax.Array) -> tuple[_Passing, jax.Array, jax.Array]:
         """Carry a microbatch forward on each stage. Return also what the last stage gives, on all of them."""
 
-        def local(stack: Tree, rows: Tree, entering: jax.Array, arrived: jax.Array, inputs: jax.Array, t: jax.Array):
+        def local(
+            stage: jax.Array,
+            stack: Tree,
+            rows: Tree,
+            entering: jax.Array,
+            arrived: jax.Array,
+            inputs: jax.Array,
+            t: jax.Array,
+        ) -> tuple:
             arrived, inputs, ticks = arrived[0], inputs[0], self._ticks
-            stage = jax.lax.axis_index(self._mesh_axis)
             item, is_live = self._nearest(ticks.item_forward(stage, t))
             index, k = ticks.microbatch(item), ticks.round_forward(item)
             x = constrain(jnp.where((stage == 0) & (k == 0), entering, arrived), *self._axes)
@@ -264,9 +272,16 @@ class _Pipeline:
         """Carry the gradients of a microbatch back on each stage. `of_loss`: that of what the last chunk gave in this
         tick, if it did."""
 
-        def local(stack: Tree, rows: Tree, inputs: jax.Array, gradients: tuple, total: tuple, t: jax.Array) -> tuple:
+        def local(
+            stage: jax.Array,
+            stack: Tree,
+            rows: Tree,
+            inputs: jax.Array,
+            gradients: tuple,
+            total: tuple,
+            t: jax.Array,
+        ) -> tuple:
             inputs, ticks, (returned, of_loss) = inputs[0], self._ticks, gradients
-            stage = jax.lax.axis_index(self._mesh_axis)
             item, is_live = self._nearest(ticks.item_back(stage, t))
             index, k = ticks.microbatch(item), ticks.round_back(item)
             x = jax.lax.dynamic_index_in_dim(inputs, jnp.asarray(ticks.places)[ticks.as_forward(item)], keepdims=False)
@@ -300,9 +315,8 @@ class _Pipeline:
     def _return(self, passing: _Passing, sums: _Sums, t: jax.Array) -> tuple[_Sums, jax.Array]:
         """Return the sums with the gradient that left the first chunk in the tick before."""
 
-        def local(returned: jax.Array, is_live: jax.Array) -> jax.Array:
-            stage = jax.lax.axis_index(self._mesh_axis)  # the first one has sent it to the last
-            first = _live(returned[0], is_live & (stage == self._S - 1))
+        def local(stage: jax.Array, returned: jax.Array, is_live: jax.Array) -> jax.Array:
+            first = _live(returned[0], is_live & (stage == self._S - 1))  # the first stage has sent it to the last
             return constrain(jax.lax.psum(first, self._mesh_axis), *self._axes)
 
         item, is_live = self._nearest(self._ticks.item_back(0, t - 1))
@@ -320,8 +334,8 @@ class _Pipeline:
         return jnp.clip(item, 0, self._ticks.items - 1), (item >= 0) & (item < self._ticks.items)
 
     def _on_stages(self, function: Callable, on_stages: Any, results: Any) -> Callable:
-        """Return function(*operands) on each stage. Of those and of results the first dimension lies `on_stages`, or
-        the second of [R, slots, …], whose parts are those of a stage; or they are whole (None)."""
+        """Return function(stage, *operands) on each stage, int32. Of operands and results the first dimension lies
+        `on_stages`, or the second of [R, slots, …], whose parts are those of a stage; or they are whole (None)."""
 
         def spec(dimension: int | None) -> PartitionSpec:
             return PartitionSpec() if dimension is None else PartitionSpec(*[None] * dimension, self._mesh_axis)
@@ -329,10 +343,20 @@ class _Pipeline:
         in_specs, out_specs = (
             jax.tree.map(spec, dimensions, is_leaf=lambda each: each is None) for dimensions in (on_stages, results)
         )
+
+        def on_stage(stage: jax.Array, *operands: Any) -> Any:
+            return function(stage[0], *operands)
+
         # check_vma=False: kernels inside know of no other way.
-        return jax.shard_map(
-            function, in_specs=in_specs, out_specs=out_specs, axis_names={self._mesh_axis}, check_vma=False
+        mapped = jax.shard_map(
+            on_stage,
+            in_specs=(spec(0), *in_specs),
+            out_specs=out_specs,
+            axis_names={self._mesh_axis},
+            check_vma=False,
         )
+        # An operand, since XLA may fail to partition `axis_index` while other mesh axes are left to it ("PartitionId").
+        return functools.partial(mapped, jnp.arange(self._S, dtype=jnp.int32))
 
 
 def _chunk(stack: Tree, k: jax.Array) -> Tree:

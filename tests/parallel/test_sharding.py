@@ -27,7 +27,8 @@ from jaxlm.training.step import TrainStep
 
 LAYOUTS = list(factorings(8, AXES))
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
-FAMILIES = {**model_fixtures.FAMILIES, "mixture": model_fixtures.MIXTURE}
+LATENT = {**model_fixtures.LATENT, "attention": {**model_fixtures.LATENT["attention"], "num_heads": 8}}  # divided by 8
+FAMILIES = {**model_fixtures.FAMILIES, "latent": LATENT, "mixture": model_fixtures.MIXTURE}
 
 
 @functools.cache

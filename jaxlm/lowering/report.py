@@ -439,7 +439,7 @@ _PREFIX = {"forward": "", "backward": "backward ", "rematerialised": "again "}
 def _declared(traced: jax.stages.Traced, plan: Plan) -> dict[str, float]:
     """Return the FLOPs that Pallas kernels declare on one device, by their names in the program."""
     flops: Counter[str] = Counter()
-    trips = {FURTHER: 0} if plan.work.kind == "train" else 1  # no kernel is in a loop over pages
+    trips = {FURTHER: 0, "": 1}  # no kernel is in a loop over pages, or over tiles of experts' rows
     for row in count_jaxpr(traced.jaxpr.jaxpr, trips).of(kind="kernel").rows:
         flops[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / plan.target.devices
     return flops

@@ -27,12 +27,12 @@ SETTINGS = {"remat": "full", "kernels": "xla", "scan_layers": True, "dtype": "bf
 MODEL = model_fixtures.model(context_length=LENGTH, num_layers=8, d_model=512)
 
 
-def compiled(platform, microbatches, **settings):
+def compiled(platform, microbatches, model=MODEL, **settings):
     """Return a compiled step whose microbatches have four rows, of two on each shard."""
     mesh = meshes.make(pipeline=2, fsdp=2, devices=targets.devices(Target.parse(CHIPS[platform])))
     rows = 4 * microbatches
     sections = model_fixtures.sections(batch=rows, sequence=LENGTH, microbatches=microbatches, **SETTINGS, **settings)
-    steps = TrainStep(MODEL, *sections, model_fixtures.optimization())
+    steps = TrainStep(model, *sections, model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(steps.init),
@@ -119,3 +119,12 @@ def test_rounds_and_gathers_are_those_of_the_program(platform, settings):
         )
         assert sum(each.count * each.bytes for each in gathered if not each.in_loop) == layers + table
         assert {each.bytes for each in gathered if each.in_loop} == {table}  # the unembedding
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_mixture_in_chunks_of_one_layer_compiles():
+    """XLA for a GPU did not partition `axis_index` there."""
+    model = model_fixtures.model(model_fixtures.MIXTURE, context_length=LENGTH, num_layers=5)
+    compiled("cuda", 4, model, pipeline_rounds=2)

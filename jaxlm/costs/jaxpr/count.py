@@ -57,7 +57,7 @@ def count(fn: Callable, *args: Any, trips: Trips = None, platform: str | None = 
       args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`. The numbers of NumPy arrays are known where loops and
         branches depend on them.
       trips: iterations of each `while` loop whose number the program does not state, or of those in a scope by its
-        name or path, of which the longest is taken; a fraction is the mean of a loop in a scan.
+        name or path, of which the longest is taken ("" is any scope); a fraction is the mean of a loop in a scan.
       platform: "cpu", "gpu" or "tpu", whose branch of `jax.lax.platform_dependent` is counted; None counts the dearest
         branch.
 
@@ -122,7 +122,7 @@ class _Place(NamedTuple):
         if not isinstance(self.trips, Mapping):
             return self.trips
         path = f"/{'/'.join(self.scope)}/"
-        names = [name for name in self.trips if f"/{name}/" in path]
+        names = [name for name in self.trips if not name or f"/{name}/" in path]
         return self.trips[max(names, key=len)] if names else None
 
     def times(self, n: int | Fraction) -> "_Place":

@@ -340,7 +340,8 @@ def test_a_loop_whose_scan_hands_its_bound_on_is_not_known():
     assert count(in_rows, x, ends).matmul_flops == 5 * 2 * 8**3
     with pytest.raises(ValueError, match="does not say how often"):
         count(handed_on, x, ends[0])
-    assert count(handed_on, x, ends[0], trips=Fraction(9, 3)).matmul_flops == 9 * 2 * 8**3
+    for trips in (Fraction(9, 3), {"": 3, "another": 5}):
+        assert count(handed_on, x, ends[0], trips=trips).matmul_flops == 9 * 2 * 8**3
 
 
 def test_a_branch_that_the_arguments_choose_is_counted():

@@ -51,7 +51,7 @@ def check(needed: "Memory", capacity: int | None) -> None:
     """Raise InputError where a device cannot hold a training step."""
     if capacity is None or needed.total <= _CERTAIN * capacity:
         return
-    state = needed.parameters + needed.gradients + needed.optimizer
+    state = needed.state
     fewer = "lower training.batch or training.sequence, raise training.microbatches, or set execution.remat=full"
     remedy = fewer if state <= capacity else "choose a smaller model, or more devices"
     raise InputError(

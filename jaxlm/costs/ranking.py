@@ -151,7 +151,7 @@ class PlanRequest(NamedTuple):
         if size is None:
             devices = target.part(self.stack.pipeline.stages).devices
             return f"none divides both the model and the batch; take {key[0]} = {math.lcm(work.batch, devices)}"
-        capacity, state = target.chip.device_capacity(), size.parameters + size.gradients + size.optimizer
+        capacity, state = target.chip.device_capacity(), size.state
         helps = ["give more chips"]
         if state <= capacity:
             helps += [f"lower {key[1]}" if self.kind == "train" else f"lower {key[0]} or {key[1]}"]

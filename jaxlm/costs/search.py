@@ -310,9 +310,11 @@ def smallest(
 ) -> Memory | None:
     """Return the memory of the smallest step that a `search` in vain looks at; None where no mesh divides the workload.
     Where parameters, gradients and optimizer state alone are too much for a device, it is that of these."""
-    looked = _Search(work, target, fixed, FASTEST, stack, staged, target.chip.device_capacity()).looked()
+    capacity = target.chip.device_capacity()
+    looked = _Search(work, target, fixed, FASTEST, stack, staged, capacity).looked()
     sizes = [each.needed for each in looked if each.needed is not None]
-    return min(sizes, key=lambda size: size.total, default=None)
+    # Of a mesh on which these alone are too much nothing else was counted, so that its size compares with no other's.
+    return min(sizes, key=lambda size: (size.state > capacity, size.total), default=None)
 
 
 def variants(work: Workload, fixed: Collection[str] = ()) -> Iterator[Workload]:

@@ -440,7 +440,7 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         (
             [
                 "--on",
-                "h200-sxm:8",
+                "h100-sxm5:8",
                 "--mesh",
                 "auto",
                 "execution.remat=none",

@@ -59,7 +59,8 @@ def test_a_resolved_file_holds_every_key():
     # None cannot be written.
     records = {"records.wandb_project", "records.norms_every"}
     records |= {
-        f"inference.{name}" for name in ("cache_dtype", "cache_memory", "context", "speculate", "steps_per_dispatch")
+        f"inference.{name}"
+        for name in ("cache_dtype", "cache_memory", "context", "speculate", "state_interval", "steps_per_dispatch")
     }
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention

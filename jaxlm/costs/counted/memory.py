@@ -51,6 +51,11 @@ class Memory(NamedTuple):
     def total(self) -> int:
         return sum(self)
 
+    @property
+    def state(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
 
 @functools.lru_cache(maxsize=4096)
 def memory(work: Workload) -> Memory:

@@ -56,8 +56,8 @@ def choose(work: Workload, capacity: int | None, stack: Stack = JAXLM) -> LayerC
     if work.remat == "full" or (platform == "cpu" and work.remat != "none"):
         return LayerChoice(True, f"{name}, remat {remat}")
     if platform == "gpu" and capacity is not None:
-        needed = stack_memory(work.with_execution(scan_layers=False), stack).total
-        if needed > capacity:
+        needed, in_loop = (stack_memory(work.with_execution(scan_layers=each), stack).total for each in (False, True))
+        if needed > capacity and in_loop < needed:
             sizes = f"{units.memory(needed)}, more than a device's {units.memory(capacity)}"
             return LayerChoice(True, f"{name}, counted memory of {sizes}")
     return LayerChoice(False, f"{name}, {layers} layer{'s' * (layers > 1)}, remat {remat}")

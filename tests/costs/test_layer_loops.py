@@ -44,11 +44,20 @@ def test_the_choice_follows_from_platform_depth_and_rematerialisation(chip, laye
 
 
 def test_a_step_that_does_not_fit_written_out_is_a_loop():
-    work = Workload("train", model_fixtures.model(), 8, 32)
+    work = Workload("train", model_fixtures.model(), 8, 32, microbatches=2)
     choice = layer_loops.choose(work, 100_000)
     assert choice.in_loop and choice.reason.endswith("more than a device's 98 KiB")
     needed = memory(work.with_execution(scan_layers=False)).total
     assert layer_loops.choose(work, needed - 1).in_loop and not layer_loops.choose(work, needed).in_loop
+
+
+def test_a_loop_that_needs_more_than_written_out_layers_is_not_chosen():
+    """A loop that keeps activations by name copies what a layer's backward pass reads."""
+    work = Workload("train", model_fixtures.model(), 8, 32).with_execution(remat=("query", "up"))
+    written_out, in_loop = (memory(work.with_execution(scan_layers=each)).total for each in (False, True))
+    assert in_loop > written_out
+    assert not layer_loops.choose(work, written_out - 1).in_loop
+    assert memory(layer_loops.resolved(work, written_out - 1)).total == written_out
 
 
 @pytest.mark.parametrize("given", [True, False])

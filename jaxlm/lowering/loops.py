@@ -221,6 +221,7 @@ def _runs(site: _CallSite, runs: int | Fraction) -> Iterator[tuple[str, int | Fr
     runs = int(runs) if runs.denominator == 1 else runs
     yield site.computation.name, runs
     for instruction in site.computation.instructions.values():
+        dearest = None  # is looked for once, and only where no counter decides
         for name in (name for names in instruction.called.values() for name in names):
             inside, each = site.inside(instruction, name), runs
             if instruction.opcode == "while":
@@ -228,7 +229,8 @@ def _runs(site: _CallSite, runs: int | Fraction) -> Iterator[tuple[str, int | Fr
             elif instruction.opcode == "conditional":
                 each = _branch_runs(inside, runs)
                 if each is None:
-                    each = runs * (name in _dearest(site, instruction))
+                    dearest = dearest or _dearest(site, instruction)
+                    each = runs * (name in dearest)
             yield from _runs(inside, each)
 
 

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from kernels_pallas.core.launch import KernelCost, KernelCosts
+from kernels_pallas.core.tiles import LANES
 from kernels_pallas.linear_attention.gpu_tile import BLOCK, multiplied_as
-
-_LANES = 128  # of a TPU's vectors
 
 
 class LinearWork(NamedTuple):
@@ -228,7 +227,7 @@ def kernel_memory(implementation: str, query: Any, value: Any, chunk: int, *, is
 def _padding(size: int, columns: int) -> int:
     """Return the bytes beyond its own that an array of this size takes as a TPU's kernel reads it: its last dimension
     fills rows of lanes."""
-    return size * (-columns % _LANES) // columns
+    return size * (-columns % LANES) // columns
 
 
 def _sum(*costs: KernelCost) -> KernelCost:

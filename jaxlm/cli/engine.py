@@ -11,15 +11,6 @@ from jaxlm.inference.settings import CacheDtype
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
 
-# The keys of [inference] that an engine reads.
-_READ = tuple(
-    f"inference.{key}"
-    for key in (
-        *("sequences", "context", "page", "chunk_tokens", "cache_memory", "cache_dtype", "speculate"),
-        "steps_per_dispatch",
-    )
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of an engine, the dtype to compute in, and the choice of speed."""
@@ -108,8 +99,11 @@ def add_fast(parser: argparse.ArgumentParser) -> None:
 def load(arguments: argparse.Namespace, **more: int) -> "LoadedModel":
     """Return the model of the run, with what is given for its engine, and `more` of its settings. Raises InputError
     as `jaxlm.api.load` does."""
+    from jaxlm.inference.config import ENGINE_KEYS
+
     sizes = [f"inference.{key}={value}" for key, (_, value) in _sizes(arguments).items()]
-    model = trained.load(arguments, _READ, arguments.dtype, overrides=sizes)
+    reads = [f"inference.{key}" for key in ENGINE_KEYS]
+    model = trained.load(arguments, reads, arguments.dtype, overrides=sizes)
     model.settings = replace(model.settings, exact=not arguments.fast, **more)
     return model
 

@@ -258,8 +258,8 @@ def check_drafts(work: Workload) -> None:
     layouts = [page_layout(replace(work, model=model)) for model in work.models]
     if any(layout.carries_states for layout in layouts):
         raise InputError(
-            "drafts are taken back where they are wrong, which the state of a recurrent layer cannot; leave out "
-            "inference.speculate for this model"
+            "drafts are taken back where they are wrong, which the state of a recurrent layer cannot; a model with such "
+            "layers takes no inference.speculate, and draws no drafts"
         )
     if work.draft_model is None:
         return
@@ -271,7 +271,10 @@ def check_drafts(work: Workload) -> None:
         )
     context = work.draft_model.model.context_length
     if work.sequence > context:
-        raise InputError(f"the draft model has a context of {context:,} tokens, and sequences have {work.sequence:,}")
+        raise InputError(
+            f"the draft model has a context of {context:,} tokens, and sequences have {work.sequence:,}; plan for at "
+            "most as many (inference.length), or take another draft model"
+        )
     if not config.may_serve(work.layout, work.draft_model.model):
         raise InputError(f"the mesh {work.layout} does not divide the query heads or the experts of the draft model")
     kv_cache(work)  # refuses windows without pages

@@ -83,3 +83,7 @@ class InferenceConfig(Section):
             steps_per_dispatch=self.steps_per_dispatch,
             **more,
         )
+
+
+# The keys that an engine reads, in their order: all but those of plans.
+ENGINE_KEYS = tuple(key for key in InferenceConfig.model_fields if key not in ("acceptance", "length", "prompt"))

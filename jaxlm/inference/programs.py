@@ -116,7 +116,7 @@ class EnginePrograms:
         if self.drafts and self.layout.carries_states:
             raise InputError(
                 "speculation takes back the tokens that it has guessed wrongly, which the state of a recurrent layer "
-                "cannot; leave out --speculate for this model"
+                "cannot; a model with such layers takes no --speculate, and draws no drafts"
             )
         if self.drafts and (self.steps or 1) > 1:
             raise InputError(

@@ -326,6 +326,16 @@ def test_the_engine_is_as_it_is_asked_to_be(run, monkeypatch, capsys):
     assert made == [(given, "bfloat16"), (EngineSettings(), "float32"), (EngineSettings(), "bfloat16")]
 
 
+def test_states_of_recurrent_layers_stay_as_often_as_asked(tmp_path, monkeypatch):
+    run, made = runs.untrained(tmp_path / "run", "model.attention.kind=short_convolution", "model.num_layers=1"), []
+    monkeypatch.setattr(
+        api.LoadedModel, "_new_engine", lambda _, settings: made.append(settings) or WrittenEngine(lambda _: [65])
+    )
+    asked = ["generate", str(run), "--prompt", "a", "--max-tokens", "1"]
+    assert main([*asked, "inference.page=32", "inference.state_interval=64"]) == 0
+    assert [settings.states_every for settings in made] == [64]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

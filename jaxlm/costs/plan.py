@@ -258,8 +258,8 @@ def check_drafts(work: Workload) -> None:
     layouts = [page_layout(replace(work, model=model)) for model in work.models]
     if any(layout.carries_states for layout in layouts):
         raise InputError(
-            "drafts are taken back where they are wrong, which the state of a recurrent layer cannot; a model with such "
-            "layers takes no inference.speculate, and draws no drafts"
+            "drafts are taken back where they are wrong, which the state of a recurrent layer cannot; a model with "
+            "such layers takes no inference.speculate, and draws no drafts"
         )
     if work.draft_model is None:
         return

@@ -140,11 +140,12 @@ def test_a_plan_of_a_pipeline_has_a_mesh_for_each_stage():
 
 
 def test_the_layers_of_a_stage_are_written_out_if_that_stage_fits():
-    stack = Stack(pipeline=Pipeline(stages=8))
-    work = changed(WORK, batch=8, layout=meshes.layout(1, 1, 1), remat="none", microbatches=8)
-    assert plan(work, Target.parse("h100-sxm5")).layers.in_loop
-    assert not plan(work, TARGET, stack).layers.in_loop
-    (only,) = search(work, TARGET, ("remat", "microbatches"), stack=stack)
+    stack, target = Stack(pipeline=Pipeline(stages=16)), Target.parse("h100-sxm5:128")
+    model = config.load("llama3.1-70b").model
+    work = changed(dataclasses.replace(WORK, model=model), remat="none", microbatches=8)
+    assert plan(work, TARGET).layers.in_loop
+    assert not plan(work, target, stack).layers.in_loop
+    (only,) = search(work, target, ("remat", "microbatches"), stack=stack)
     assert not only.layers.in_loop
 
 

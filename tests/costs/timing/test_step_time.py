@@ -145,8 +145,8 @@ def test_the_layers_of_a_stage_are_written_out_if_that_stage_fits():
     work = changed(dataclasses.replace(WORK, model=model), remat="none", microbatches=8)
     assert plan(work, TARGET).layers.in_loop
     assert not plan(work, target, stack).layers.in_loop
-    (only,) = search(work, target, ("remat", "microbatches"), stack=stack)
-    assert not only.layers.in_loop
+    results = search(work, target, ("remat", "microbatches"), stack=stack)
+    assert results and not any(each.layers.in_loop for each in results)
 
 
 @pytest.mark.parametrize("stages", [4, 5])

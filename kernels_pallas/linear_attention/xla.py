@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core.chunk_scan import scan_chunks
+from kernels_pallas.core.unfused import unfused
 from kernels_pallas.linear_attention.triangular import solved
 from kernels_pallas.linear_attention.unit import unit
 
@@ -125,7 +126,7 @@ def _through(
 def _decayed(state_BKGHV: jax.Array, document_B1: jax.Array, g_BKG1: jax.Array) -> jax.Array:
     """Return what is left of a state before a token: zeros where a document begins with it."""
     of_document_B = (document_B1 == 0)[:, 0, None, None, None, None]
-    return jnp.where(of_document_B, state_BKGHV * jnp.exp(g_BKG1)[..., None], 0.0)
+    return jnp.where(of_document_B, unfused(state_BKGHV * jnp.exp(g_BKG1)[..., None]), 0.0)
 
 
 def _delta_token(
@@ -142,7 +143,7 @@ def _delta_token(
     q_BK1H1, k_BK1H1 = (x[:, :, 0, :, None][:, :, None] for x in (q_BK1H, k_BK1H))
     found_BKG1V = jnp.sum(state_BKGHV * k_BK1H1, axis=3, keepdims=True)
     change_BKG1V = beta_BKG1[..., None] * (v_BKG1V - found_BKG1V)
-    state_BKGHV += k_BK1H1 * change_BKG1V
+    state_BKGHV += unfused(k_BK1H1 * change_BKG1V)
     return jnp.sum(state_BKGHV * q_BK1H1, axis=3, keepdims=True), state_BKGHV
 
 
@@ -184,7 +185,7 @@ def _state_space_token(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute one token, in sums of products number by number."""
     q_BK1H1, k_BK1H1 = (x[:, :, 0, :, None][:, :, None] for x in (q_BK1H, k_BK1H))
-    state_BKGHV = _decayed(state_BKGHV, document_B1, g_BKG1) + k_BK1H1 * v_BKG1V
+    state_BKGHV = _decayed(state_BKGHV, document_B1, g_BKG1) + unfused(k_BK1H1 * v_BKG1V)
     return jnp.sum(state_BKGHV * q_BK1H1, axis=3, keepdims=True), state_BKGHV
 
 

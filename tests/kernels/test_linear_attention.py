@@ -174,6 +174,20 @@ def _read_gradients(jaxpr, do_inputs, kernels):
     return among(jaxpr.outvars)
 
 
+def test_products_of_a_token_are_rounded_before_they_are_added():
+    """S exp(g) + k v in machine code as users run it, where it could be rounded once, and in each program otherwise."""
+    (query, key, value, log_decay, delta, skip, state), *flags = operands("state_space", 1, dtype=np.float32)
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+    def after(state, key):
+        return state_space(query, key, value, log_decay, delta, skip, state, *flags, implementation="xla")[1]
+
+    decay = after(jnp.ones_like(state), jnp.zeros_like(key))
+    by_head = np.repeat(np.asarray(key)[:, 0], N // K, axis=1)[..., None]
+    written = by_head * np.asarray(value * delta[..., None])[:, 0, :, None]
+    np.testing.assert_array_equal(after(state, key), np.asarray(state) * np.asarray(decay) + written)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_row_that_is_cut_goes_on_where_it_was(name):
     arrays, is_token, begins = operands(name, 2 * CHUNK, (5, 24), np.float32)

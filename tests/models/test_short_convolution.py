@@ -96,3 +96,21 @@ def test_the_gradients_of_a_short_convolution_move_few_arrays(target, most):
         compiled = jax.jit(gradients).lower(*structs).compile()
     kernels = launched_kernels.kernels(hlo.parse(compiled.as_text(), trips=1))
     assert sum(each.bytes * each.count for each in kernels) < most * 2 * B * T * D
+
+
+def test_products_with_taps_are_rounded_before_they_are_added():
+    """In machine code as users run it, of prompts and of single tokens: fused with the sums in one and not in another,
+    they would give other bits."""
+    draw, T = np.random.default_rng(0), 40
+    tail, x, weights = (draw.normal(size=size).astype(np.float32) for size in ((3, 3, 96), (3, T, 96), (4, 96)))
+    recurrence = convolution.short_convolution((weights, (None, None)), None, "tail", x.dtype, "linear")
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+    def outputs(tail, x):
+        rows = ChunkRows(jnp.ones(x.shape[:2], bool), jnp.zeros(x.shape[:2], bool))
+        return recurrence.chunk({"tail": tail}, rows, x, weights)[1]
+
+    read = np.concatenate([tail, x], 1)
+    rounded = sum(read[:, i : i + T] * weights[i] for i in range(4))
+    np.testing.assert_array_equal(outputs(tail, x), rounded)
+    np.testing.assert_array_equal(outputs(read[:, 5:8], read[:, 8:9]), rounded[:, 5:6])

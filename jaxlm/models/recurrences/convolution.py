@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxlm.models.doors.scan import ChunkRows, Recurrence, States, TokenArray, tail_after, windows
 from jaxlm.models.logical_axes import Axes
+from kernels_pallas.core.unfused import unfused
 
 Shape = Literal["linear", "silu"]
 
@@ -91,7 +92,7 @@ def _taps(tail: jax.Array, rows: ChunkRows, x: jax.Array) -> list[jax.Array]:
 
 
 def _sum(taps: list[jax.Array], weights: jax.Array, bias: jax.Array | None) -> jax.Array:
-    y: Any = sum(tap * _wide(weights[i]) for i, tap in enumerate(taps))
+    y: Any = sum(unfused(tap * _wide(weights[i])) for i, tap in enumerate(taps))
     return y if bias is None else y + _wide(bias)
 
 

@@ -13,6 +13,7 @@ from kernels_pallas.core.fp8 import from_bytes
 from kernels_pallas.core.one_column import times_column
 from kernels_pallas.core.quantized.formats import KINDS, dequantize, halves, largest_divisor, unit_scales, unpacked
 from kernels_pallas.core.rounding import rounded_rows
+from kernels_pallas.core.unfused import unfused
 
 _BLOCK = 32 * 2048  # numbers of a block, of about this many
 
@@ -56,9 +57,7 @@ def _of_integers(x: jax.Array, values: jax.Array, scales: jax.Array, by_outputs:
     contracted = (((1,), (1 if by_outputs else 0,)), ((), ()))
     sums = jax.lax.dot_general(numbers, values, contracted, preferred_element_type=jnp.int32)
     per_output = jnp.repeat(scales.reshape(1, -1), sums.shape[1] // scales.size, axis=1)
-    y = sums.astype(jnp.float32) * of_row * per_output
-    # XLA joins the last product with what is added to the result, which then is rounded otherwise; not behind a choice.
-    y = jnp.where(sums == 0, 0.0 * of_row, y)
+    y = unfused(sums.astype(jnp.float32) * of_row * per_output)  # biases and adapters are added to it
     return y[: len(x)].astype(x.dtype)
 
 

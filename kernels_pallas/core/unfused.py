@@ -1,0 +1,28 @@
+"""Products that are rounded before they are added."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.core import target
+
+_NAN = 0x7FC00000  # its bits
+
+
+@jax.custom_jvp
+def unfused(product: jax.Array) -> jax.Array:
+    """Return a float32 product, rounded by itself, whatever is added to it.
+
+    XLA's code on a CPU computes a product and a sum as one operation, rounded once, in some programs and not in others:
+    a result's bits would depend on the program. It does not where the product goes through an operation that its
+    compiler cannot remove. Here that is the minimum of its bits, as an integer, and those of a NaN: infinity and finite
+    numbers are less, or negative.
+    """
+    if target.platform() in ("gpu", "tpu"):
+        return product
+    bits = jnp.minimum(jax.lax.bitcast_convert_type(product, jnp.int32), _NAN)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@unfused.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return unfused(*primals), *tangents

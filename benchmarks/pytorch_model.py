@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jaxlm.models.config import LayerNormConfig, ModelConfig
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.norm_config import LayerNormConfig
 
 _ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 

@@ -8,7 +8,8 @@ import model_fixtures
 from workload_fixtures import workload
 
 from jaxlm.costs.workload import Workload
-from jaxlm.models.config import ModelConfig, QKNorm
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.grouped_query_config import QKNorm
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 

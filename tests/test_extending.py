@@ -8,7 +8,7 @@ import meshes
 
 from jaxlm.core.schema import kind_of
 from jaxlm.models import feed_forward
-from jaxlm.models.config import FEED_FORWARDS
+from jaxlm.models.block_config import FEED_FORWARDS
 from jaxlm.models.doors.door import DOORS
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,8 @@ from jaxlm.costs.counted import memory, operations, traffic
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.models import tree
-from jaxlm.models.config import Activation, ModelConfig
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.feed_forward_config import Activation
 from jaxlm.models.norms import norm
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.optimizer import optimizer

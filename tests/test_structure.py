@@ -190,7 +190,8 @@ def test_docstrings_say_what_a_thing_is_or_does():
 
 def test_costs_know_no_architecture():
     """No parameter path and no key of a layer: both are read from the recording of the model."""
-    from jaxlm.models.config import ATTENTIONS, FEED_FORWARDS, ModelConfig
+    from jaxlm.models.block_config import ATTENTIONS, FEED_FORWARDS
+    from jaxlm.models.config import ModelConfig
 
     keys = ModelConfig.model_fields.keys() - {"vocab_size", "context_length", "num_layers", "d_model"}
     layer_keys = {key for kind in (*ATTENTIONS, *FEED_FORWARDS) for key in kind.model_fields}

@@ -8,7 +8,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.families import rope_keys
 from jaxlm.families.family import Family
 from jaxlm.families.layer_patterns import LAYERS
-from jaxlm.models.config import BlockConfig, ModelConfig
+from jaxlm.models.block_config import BlockConfig
+from jaxlm.models.config import ModelConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _KINDS = (_FULL, _SLIDING)

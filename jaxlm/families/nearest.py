@@ -7,7 +7,8 @@ from typing import Any
 from jaxlm.core.schema import Change, Section, changes, kind_of, leaves, shown
 from jaxlm.families.family import Family
 from jaxlm.families.rule import named_kinds
-from jaxlm.models.config import BlockConfig, ModelConfig
+from jaxlm.models.block_config import BlockConfig
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.layer_config import LayerConfig
 
 _NAMED = 3  # keys in a message, at most

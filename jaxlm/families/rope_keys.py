@@ -8,7 +8,8 @@ from typing import Any
 from jaxlm.core.errors import InputError
 from jaxlm.families import inert
 from jaxlm.families.family import Family
-from jaxlm.models.config import BlockConfig, ModelConfig
+from jaxlm.models.block_config import BlockConfig
+from jaxlm.models.config import ModelConfig
 
 _ORIGINAL = "original_max_position_embeddings"
 _PART = "partial_rotary_factor"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxlm.core.schema import kind_of
 from jaxlm.families.pattern import Pattern
-from jaxlm.models.config import ATTENTIONS
+from jaxlm.models.block_config import ATTENTIONS
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
 from jaxlm.families.layer_patterns import LAYERS, pattern
 from jaxlm.families.nearest import computed, why_of_none
-from jaxlm.models.config import MOST_LAYERS, BlockConfig, ModelConfig
+from jaxlm.models.block_config import BlockConfig
+from jaxlm.models.config import MOST_LAYERS, ModelConfig
 
 _LAYERS = "num_hidden_layers"
 _GATED = {"swiglu": "silu"}  # of activations that are named with their gate

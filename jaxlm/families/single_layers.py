@@ -7,7 +7,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.families.family import Family
 from jaxlm.families.layer_patterns import LAYERS
 from jaxlm.families.state_space_keys import time_limits
-from jaxlm.models.config import BlockConfig, ModelConfig
+from jaxlm.models.block_config import BlockConfig
+from jaxlm.models.config import ModelConfig
 
 _TYPES, _PATTERN, _LIMITS = "layers_block_type", "hybrid_override_pattern", "time_step_limit"
 # Of each letter of the pattern, the kind that is written, and its name in a pattern of [model].

@@ -2,8 +2,9 @@
 
 from fractions import Fraction
 
-from jaxlm.models.config import MixtureFeedForwardConfig, ModelConfig
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.execution_config import ExpertParallel, ExpertWay
+from jaxlm.models.feed_forward_config import MixtureFeedForwardConfig
 
 # What is done unless several devices of a training step share out experts.
 GATHERED: ExpertWay = "gather"

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxlm.core.errors import InputError
-from jaxlm.models.config import BlockConfig
+from jaxlm.models.block_config import BlockConfig
 from jaxlm.models.execution_config import ExecutionConfig, Remat
 from jaxlm.models.positions import traced_structure
 from jaxlm.models.recording import is_recording

@@ -7,8 +7,10 @@ from flax import nnx
 
 from jaxlm.core.registry import Registry
 from jaxlm.models import doors
-from jaxlm.models.config import NORMS, LayerNormConfig, ModelConfig, NormConfig, RMSNormConfig
+from jaxlm.models.block_config import NORMS
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.logical_axes import HEADS, KV_HEADS, RESIDUAL, Axes
+from jaxlm.models.norm_config import LayerNormConfig, NormConfig, RMSNormConfig
 from jaxlm.models.parameters import Module, ones, param, zeros
 from kernels_pallas import layer_norm, rms_norm
 

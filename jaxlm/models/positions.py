@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models import config
+from jaxlm.models.block_config import BlockConfig
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import Dropout, RopeTable
 from jaxlm.models.masks import Mask, OneDocumentMask
 from jaxlm.models.position_config import (
@@ -39,7 +40,7 @@ def sliding_window_mask(size: int, key_range: Mask) -> KeyRange:
     return KeyRange(jnp.maximum(key_range.start, key_range.end - size), key_range.end)
 
 
-def traced_structure(block: config.BlockConfig) -> config.BlockConfig:
+def traced_structure(block: BlockConfig) -> BlockConfig:
     """Return the block without what layers that are traced once may differ in: windows and angles are arrays."""
     same: dict[str, Any] = {}
     if block.position.kind == "rope":
@@ -49,7 +50,7 @@ def traced_structure(block: config.BlockConfig) -> config.BlockConfig:
     return block.model_copy(update=same)
 
 
-def angle_classes(model: config.ModelConfig, length: int) -> tuple[int, ...]:
+def angle_classes(model: ModelConfig, length: int) -> tuple[int, ...]:
     """Return what angles depend on of a document's length, besides positions: documents with equal classes have equal
     angles. Empty for models whose angles depend on positions alone."""
     scalings = dict.fromkeys(block.position.scaling for block in model.layers if isinstance(block.position, RopeConfig))
@@ -67,7 +68,7 @@ class LayerRows:
 
     def __init__(
         self,
-        model: config.ModelConfig,
+        model: ModelConfig,
         positions_BT: jax.Array,
         key_range: Mask,
         dropout: Dropout,
@@ -80,7 +81,7 @@ class LayerRows:
         self._masks: dict[int | None, Mask] = {None: key_range}
         self._tables: dict[tuple, RopeTable] = {}
         # Layers of one structure may share a body, whatever their windows.
-        windows: dict[config.BlockConfig, list[int | None]] = {}
+        windows: dict[BlockConfig, list[int | None]] = {}
         for block in dict.fromkeys(model.layers):
             windows.setdefault(traced_structure(block), []).append(block.window)
         self._reach = {key: None if None in some else max(filter(None, some)) for key, some in windows.items()}

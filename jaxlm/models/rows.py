@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.config import BlockConfig
+from jaxlm.models.block_config import BlockConfig
 from jaxlm.models.doors import Dropout, RopeTable
 from jaxlm.models.masks import Mask
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlm.models.config import BlockConfig, ModelConfig
+from jaxlm.models.block_config import BlockConfig
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.parameters import Module, rate_of, shapes_alone, stack
 from jaxlm.models.positions import traced_structure
 

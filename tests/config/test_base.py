@@ -7,7 +7,7 @@ from config_fixtures import CONTENT, SMALL, flat, refusal, write
 
 from jaxlm.config import load
 from jaxlm.core.errors import InputError
-from jaxlm.models.config import LayerNormConfig
+from jaxlm.models.norm_config import LayerNormConfig
 
 
 @pytest.fixture

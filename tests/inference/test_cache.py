@@ -18,9 +18,9 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.programs import EnginePrograms
 from jaxlm.models import attention, tree
 from jaxlm.models.cache import NoCache, Slot
-from jaxlm.models.config import GroupedQueryAttentionConfig
 from jaxlm.models.doors import Dropout
 from jaxlm.models.doors.scan import ChunkRows, by_token, scan
+from jaxlm.models.grouped_query_config import GroupedQueryAttentionConfig
 from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.models.views import CacheView

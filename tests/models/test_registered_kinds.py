@@ -27,6 +27,7 @@ from jaxlm.models import config as models
 from jaxlm.models.cache import LayerCache, Slot
 from jaxlm.models.doors import activation, kv_heads, linear, rope
 from jaxlm.models.doors import attention as attend
+from jaxlm.models.grouped_query_config import GroupedQueryAttentionConfig
 from jaxlm.models.logical_axes import HEADS, KV_HEADS
 from jaxlm.models.parameters import Module, normal, ones, param
 from jaxlm.models.rows import Auxiliary, RowContext
@@ -198,7 +199,7 @@ def test_an_override_changes_the_kind_and_drops_its_keys(file):
     model = load(
         file, "model.feed_forward={kind='dense', d_ff=64, activation='silu'}", "model.attention.kind=gqa"
     ).model
-    assert model.attention == models.GroupedQueryAttentionConfig(num_heads=4, head_dim=8)
+    assert model.attention == GroupedQueryAttentionConfig(num_heads=4, head_dim=8)
     assert model.feed_forward.kind == "dense"
 
 

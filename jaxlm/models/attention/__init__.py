@@ -11,10 +11,12 @@ from jaxlm.models.attention.gqa import GroupedQueryAttention
 from jaxlm.models.attention.latent import LatentAttention
 from jaxlm.models.attention.mamba2 import Mamba2
 from jaxlm.models.attention.short_convolution import ShortConvolution
+from jaxlm.models.block_config import ATTENTIONS
 from jaxlm.models.cache import Mixer
-from jaxlm.models.config import ATTENTIONS, AttentionConfig, GroupedQueryAttentionConfig, ModelConfig
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.grouped_query_config import GroupedQueryAttentionConfig
 from jaxlm.models.latent_config import LatentAttentionConfig
-from jaxlm.models.layer_config import NoAttentionConfig
+from jaxlm.models.layer_config import AttentionConfig, NoAttentionConfig
 from jaxlm.models.recurrent_config import GatedDeltaConfig, Mamba2Config, ShortConvolutionConfig
 
 _REGISTRY = Registry(

@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 
     Attributes:
       count: the experts that a token chooses.
-      scores, normalise, epsilon, scale: as in `jaxlm.models.config.RouterConfig`.
+      scores, normalise, epsilon, scale: as in `jaxlm.models.feed_forward_config.RouterConfig`.
       groups, kept, group_score: groups of experts, those that a token may choose from, and what a group's score is: of
         its best expert or of its best two.
     """

@@ -6,16 +6,12 @@
 from flax import nnx
 
 from jaxlm.core.registry import Registry
-from jaxlm.models.config import (
-    FEED_FORWARDS,
-    DenseFeedForwardConfig,
-    LayerConfig,
-    MixtureFeedForwardConfig,
-    ModelConfig,
-)
+from jaxlm.models.block_config import FEED_FORWARDS
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.feed_forward.mixture import MixtureFeedForward
-from jaxlm.models.layer_config import NoFeedForwardConfig
+from jaxlm.models.feed_forward_config import DenseFeedForwardConfig, MixtureFeedForwardConfig
+from jaxlm.models.layer_config import LayerConfig, NoFeedForwardConfig
 from jaxlm.models.parameters import Module
 
 _MAKERS = {DenseFeedForwardConfig: DenseFeedForward, MixtureFeedForwardConfig: MixtureFeedForward}

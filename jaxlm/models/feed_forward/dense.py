@@ -3,8 +3,9 @@
 import jax
 from flax import nnx
 
-from jaxlm.models import config
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import activation, gated, linear
+from jaxlm.models.feed_forward_config import DenseFeedForwardConfig
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.rows import Auxiliary, RowContext
 
@@ -12,8 +13,8 @@ from jaxlm.models.rows import Auxiliary, RowContext
 class DenseFeedForward(Module):
     """act(x·W_up)·W_down, or (act(x·W_gate) ⊙ x·W_up)·W_down when gated (arXiv:2002.05202, equation 6)."""
 
-    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        settings: config.DenseFeedForwardConfig = model.feed_forward
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        settings: DenseFeedForwardConfig = model.feed_forward
         D, F, std = model.d_model, settings.d_ff, model.initializer_std
         self.activation = settings.activation
         self.gate = param(rngs, (D, F), "embed -> feed_forward", normal(std)) if settings.gated else None

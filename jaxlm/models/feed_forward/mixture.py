@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlm.models import config
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.doors import (
     Choice,
     Routes,
@@ -26,6 +26,7 @@ from jaxlm.models.doors.expert_matrices import PlacedArray
 from jaxlm.models.doors.expert_rows import ExpertRows
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.feed_forward.passes import summed_passes
+from jaxlm.models.feed_forward_config import DenseFeedForwardConfig, MixtureFeedForwardConfig
 from jaxlm.models.logical_axes import EXPERT_TOKENS, GATHERED, SENT_HIDDEN, Axes
 from jaxlm.models.parameters import Module, normal, param, state, zeros
 from jaxlm.models.recording import is_recording
@@ -37,7 +38,7 @@ class MixtureFeedForward(Module):
     """The weighted sum of the experts that a router chooses for each token (arXiv:1701.06538, equation 1), and shared
     experts (arXiv:2401.06066, equation 9). No token is dropped, and no product is computed for what no token chose."""
 
-    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
         self.settings = settings = model.feed_forward
         D, E, F, std = model.d_model, settings.num_experts, settings.d_ff, model.initializer_std
         L, axis = (settings.latent_dim, "latent") if settings.latent_dim else (D, "embed")
@@ -156,7 +157,7 @@ class MixtureFeedForward(Module):
         return shared_BTD * jax.nn.sigmoid(gate_BT1)
 
 
-def balance(settings: config.MixtureFeedForwardConfig, routes: Routes, is_token_BT: jax.Array) -> Auxiliary:
+def balance(settings: MixtureFeedForwardConfig, routes: Routes, is_token_BT: jax.Array) -> Auxiliary:
     """Return the terms of the objective that a mixture adds, `balance_loss` and `router_z_loss` where their factors are
     above 0, the statistics `expert_load`, the tokens of the busiest expert over the mean, and `router_entropy`, in
     nats, and the tokens of each expert, which move a selection bias. Padding counts in none."""
@@ -185,17 +186,15 @@ def balance(settings: config.MixtureFeedForwardConfig, routes: Routes, is_token_
     return Auxiliary(losses, {"expert_load": load, "router_entropy": mean(entropy_BT)}, counts)
 
 
-def _choice(settings: config.MixtureFeedForwardConfig) -> Choice:
+def _choice(settings: MixtureFeedForwardConfig) -> Choice:
     """Return the rule by which tokens choose experts."""
     router, groups = settings.router, settings.router.groups
     limits = (1, 1, "max") if groups is None else (groups.count, groups.kept, groups.score)
     return Choice(settings.experts_per_token, router.scores, router.normalise, router.epsilon, router.scale, *limits)
 
 
-def _of_shared(model: config.ModelConfig) -> config.ModelConfig:
+def _of_shared(model: ModelConfig) -> ModelConfig:
     """Return the model with the shared experts of its mixture as the feed-forward layer."""
     settings = model.feed_forward
-    shared = config.DenseFeedForwardConfig(
-        d_ff=settings.shared.d_ff, activation=settings.activation, gated=settings.gated
-    )
+    shared = DenseFeedForwardConfig(d_ff=settings.shared.d_ff, activation=settings.activation, gated=settings.gated)
     return model.model_copy(update={"feed_forward": shared})

@@ -22,9 +22,9 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import plan
 from jaxlm.models import attention, doors
-from jaxlm.models.config import AttentionConfig
 from jaxlm.models.doors import linear
 from jaxlm.models.feed_forward.dense import DenseFeedForward
+from jaxlm.models.layer_config import AttentionConfig
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.rows import Auxiliary
 from jaxlm.parallel.layout import Layout

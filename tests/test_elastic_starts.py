@@ -109,6 +109,13 @@ def test_a_mesh_that_cannot_do_with_fewer_processes_is_refused(config):
         elastic._part(experiment, 4, 3)
 
 
+def test_replicas_of_local_sgd_do_not_become_fewer(config):
+    experiment = load(config, ["mesh.data=4", "training.batch=12", "training.local_sgd.period=2"])
+    assert elastic._part(experiment, 4, 4) == (4, 4)
+    with pytest.raises(InputError, match=r"3 of 4 .* are left, and the replicas of training.local_sgd stay as many"):
+        elastic._part(experiment, 4, 3)
+
+
 def test_a_job_that_its_launcher_describes_is_refused(config, tmp_path):
     with pytest.raises(InputError, match="give --process INDEX/COUNT@HOST:PORT"):
         elastic.supervised(None, load(config), JobFolder(tmp_path / "run"))

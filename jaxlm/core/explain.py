@@ -71,6 +71,10 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
             line = f"{key}{shown} must be a table, [{key}]"
         case "tuple_type":
             line = f"{key}{shown} must be a list"
+        case "too_short":
+            line = f"{key}{shown} must be a list of {context['min_length']} or more"
+        case "too_long":
+            line = f"{key}{shown} must be a list of {context['max_length']} at most"
         case _:
             line = f"{key}{shown}: {message_of(first)}"
     missing, others = _split(others, "missing")
@@ -125,7 +129,7 @@ def _key(location: tuple, values: Any, whole: type[Section]) -> str:
     for index, part in enumerate(location):
         last = index == len(location) - 1
         if isinstance(values, list) and isinstance(part, int):
-            values = values[part]
+            values = values[part] if part < len(values) else {}  # of an entry that is missing
             key += f"[{part}]"
         elif isinstance(values, dict) and (part in values or last or _is_key(part, key, whole)):
             values = values.get(part, {})

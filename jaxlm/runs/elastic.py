@@ -207,6 +207,11 @@ def _part(experiment: Experiment, count: int, left: int) -> tuple[int, int | Non
     that of the experiment, where axes of "all" follow the devices. Raises InputError where none can."""
     sizes = experiment.mesh.sizes()
     data = sizes["data"]
+    if left < count and experiment.training.local_sgd is not None:
+        raise InputError(
+            f"{left} of {count} processes are left, and the replicas of training.local_sgd stay as many as they were; "
+            "start the job again when all are back"
+        )
     if data == ALL or (data == 1 and ALL in sizes.values()):
         return left, None
     for fewer in range(min(data, left * data // count), 0, -1):

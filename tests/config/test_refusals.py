@@ -163,6 +163,12 @@ def test_a_key_of_two_lines_is_refused_in_one():
             "optimizer.groups=[{pattern='a'}, {pattern='b', learning_rate_scale=-1}]",
             ["optimizer.groups[1].learning_rate_scale = -1", "greater than or equal to 0"],
         ),
+        ("lora.targets=[]", ["lora.targets = [] must be a list of 1 or more"]),
+        ("model.attention={kind='mamba2',num_heads=4,time_limits=[1]}", ["model.attention.time_limits[1] is missing"]),
+        (
+            "model.attention={kind='mamba2',num_heads=4,time_limits=[1,2,3]}",
+            ["model.attention.time_limits = [1, 2, 3] must be a list of 2 at most"],
+        ),
         ("training.ema_decay=1", ["training.ema_decay = 1", "less than 1"]),
         ("training.z_loss=-1", ["training.z_loss = -1", "greater than or equal to 0"]),
         ("optimizer.learning_rate=nan", ["optimizer.learning_rate = nan", "finite"]),

@@ -281,8 +281,8 @@ class Pages:
     def extend(self, holding: SequencePages, tokens: int, written: int | None = None) -> bool:
         """Give room for so many tokens in all, or return False and give none.
 
-        Frees first the pages that token `holding.tokens`, the next to be written, cannot read. To have room, cached
-        pages are evicted.
+        Frees first the published pages that token `holding.tokens`, the next to be written, cannot read. To have room,
+        cached pages are evicted.
 
         Args:
           written: how many of the tokens are written for certain before this is called again; None for all.
@@ -369,10 +369,8 @@ class Pages:
 
     def _free_unread(self, holding: SequencePages) -> None:
         for at, (group, table) in enumerate(zip(self._groups, holding.tables, strict=True)):
-            tokens = holding.tokens
-            if group.has_states:  # a state is found at the end of a page that is published before it goes
-                tokens = min(tokens, (holding.published + 1) * self.size)
-            index = min(group.first_read(tokens, self.size), len(table)) - 1
+            # The host knows what is drawn a dispatch later than it is written: a page is published before it goes.
+            index = min(group.first_read(holding.tokens, self.size), holding.published, len(table)) - 1
             following = table[index + 1] if index + 1 < len(table) else 0
             while index >= 0 and (page := table[index]):
                 if page != following:

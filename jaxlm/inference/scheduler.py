@@ -164,7 +164,6 @@ class Scheduler:
         self._live: dict[int, Generation] = {}
         self._waiting: list[Generation] = []  # in order
         self._waiting_tokens = 0
-        self._planned: tuple[Generation, ...] = ()  # in the last plan
         self._failed: list[Generation] = []
         self.preemptions = self.drafted = self.accepted = 0
         self._blocked = -1, -1  # the last generation without room, and the count of returns then
@@ -260,16 +259,15 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step; None if there is nothing to do before a commit or a request."""
-        for generation in self._planned:
-            self._publish(generation)
         for shard in self._shards:
             shard.tiles = self._tiles
+            for generation in shard.admitted:
+                self._publish(generation)
         rows, is_open, worth = [_Rows() for _ in self._shards], True, self._least_worth()
         steps = self._steps_together()
         under_way = sorted(itertools.chain.from_iterable(shard.admitted for shard in self._shards), key=_order)
         waiting = self._waiting_for_draws(under_way, worth)
         if waiting is None:
-            self._planned = ()
             return None
         later = deque(under_way)  # generations under way that this loop has yet to visit
         while later or (is_open and self._waiting):
@@ -312,8 +310,8 @@ class Scheduler:
                 rows[shard.index].decode.append(run)
                 generation.pending.append(run)
                 generation.decode(run)
-        self._planned = tuple(generation for each in rows for generation in each.generations)
-        return StepPlan(tuple(each.planned() for each in rows), steps) if self._planned else None
+        planned = tuple(each.planned() for each in rows)
+        return StepPlan(planned, steps) if any(each.slots for each in planned) else None
 
     def commit(
         self, plan: StepPlan, drawn: Mapping[int, Sequence[int]], foreseen: Collection[int] = ()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference import pages as pages_module
+from jaxlm.inference.cache_memory import most_pages
 from jaxlm.inference.pages import PageGroup, Pages
 
 SIZE = 4
@@ -198,6 +199,7 @@ def test_a_window_keeps_the_pages_that_its_next_token_reads(window):
     most = 0
     for token in range(len(TEXT)):
         assert pages.extend(holding, token + 1)
+        pages.publish(holding, TEXT[: token + 1])
         pages.check()
         kept = [at for at, page in enumerate(holding.tables[1]) if page]
         assert kept == list(range(max(token - window + 1, 0) // SIZE, token // SIZE + 1))
@@ -214,6 +216,7 @@ def test_tokens_written_together_keep_all_that_the_first_of_them_reads():
     pages = Pages([PageGroup(12, 5)], SIZE)
     holding = pages.match(TEXT)
     assert pages.extend(holding, 20) and [*map(bool, holding.tables[0])] == [True] * 5
+    pages.publish(holding, TEXT[:20])
     assert pages.extend(holding, 40) and [*map(bool, holding.tables[0])] == [False] * 4 + [True] * 6
 
 
@@ -325,15 +328,18 @@ def test_a_prompt_needs_the_state_before_and_the_one_after_alone():
     assert found(pages, TEXT[20:]) == 16
 
 
-def test_a_text_s_end_within_several_steps_of_a_dispatch_is_found():
-    """The host knows what is drawn a dispatch later than it is written: states stay until they are published."""
+@pytest.mark.parametrize("group", [(20, 2, 16), (20, 1), (20, 2), (20, 3), (20, 9)], ids=str)
+def test_a_text_s_end_within_several_steps_of_a_dispatch_is_found(group):
+    """The host knows what is drawn a dispatch later than it is written: states, and keys that a window leaves behind,
+    stay until they are published."""
     for end in range(5, 30):
-        pages = of_states(20)
+        pages = Pages([PageGroup(200), PageGroup(*group)], SIZE)
         holding = pages.match(TEXT[:5])
         assert pages.extend(holding, 5)
         for known in range(5, end, 3):
             pages.publish(holding, TEXT[:known])
-            assert pages.extend(holding, known + 6, known + 4) and pages.held[1] <= 3
+            assert pages.extend(holding, known + 6, known + 4)
+            assert pages.held[1] <= most_pages(99, group[1], SIZE)
             holding.tokens = known + 6
         pages.publish(holding, TEXT[:end])
         pages.release(holding)

@@ -43,7 +43,8 @@ def text_of(request, stop_token_ids=()):
 
 class SimulatedDevice:
     """A shard of devices that keeps, for each place in the pages of a group, the salted prefix that the key there is
-    of, and for a page of states that of its state. Rows of drafts are read and refused as `speculation` says."""
+    of, and for a page of states that of its state. Rows of drafts are read and refused as `speculation` says; a row of
+    several steps reads what it draws."""
 
     def __init__(self, groups, size):
         self.groups, self.size = groups, size
@@ -61,7 +62,9 @@ class SimulatedDevice:
             start, foreseen = len(text) - 1, text
             for _ in range(run.drafts):
                 foreseen = (*foreseen, guess(foreseen))
-            stop = max(min(start + 1 + run.drafts, run.limit), start)
+            for _ in range(run.steps - 1):
+                foreseen = (*foreseen, next_token(run.generation.request.stream, foreseen))
+            stop = max(min(start + run.steps + run.drafts, run.limit), start)
             rows.append((run.generation, foreseen[:stop], start, stop))
         rows += [(c.generation, tuple(c.generation.tokens[: c.stop]), c.start, c.stop) for c in plan.chunks]
         written = {}
@@ -133,6 +136,7 @@ class SimulatedEngine:
     max_queued_tokens: int = 10_000
     max_context: int = 1000
     drafts: int = 0
+    steps: int = 1  # of a dispatch, without drafts
     draws: dict = field(default_factory=dict)  # by id
     plans: list = field(default_factory=list)
 
@@ -150,6 +154,7 @@ class SimulatedEngine:
             max_context=self.max_context,
             drafts=self.drafts,
             worth=DraftWorth([], measures=False) if self.drafts else None,
+            steps_of=lambda _: 1 if self.drafts else self.steps,
         )
 
     def submit(self, prompt, max_tokens=4, stream=0, scores_from=None, **options):
@@ -263,6 +268,7 @@ SIZES = {
     "chunk": st.integers(3, 12),
     "tile": st.integers(1, 3),
     "ahead": st.sampled_from((0, 1, 1, 1, 2)),
+    "steps": st.sampled_from((1, 1, 3, 6)),
 }
 
 
@@ -294,7 +300,7 @@ OF_STATES = st.tuples(
 PROPERTIES = settings(deadline=None, derandomize=True, database=None)
 
 
-@settings(PROPERTIES, max_examples=120)
+@settings(PROPERTIES, max_examples=100)
 @given(engine=ENGINES | OF_STATES, visits=st.lists(VISITS, min_size=1, max_size=12))
 def test_each_gets_its_own_text_whatever_comes_and_goes(engine, visits):
     """Nothing is lost, duplicated, starved or leaked, and no row reads a key that is not of its own prefix."""

@@ -189,7 +189,8 @@ class Engine:
         self.runner.warm(scores, masks=self.grammars is not None)
 
     def check(self) -> bool:
-        """Return whether a row is computed in one way by all programs, to the bit. To be called before requests."""
+        """Return whether texts are computed in one way by all programs, alone and beside others, to the bit. To be
+        called before requests."""
         return self.runner.check()
 
     def submit(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxlm.inference.cache_memory import cache_size
+from jaxlm.inference.check_steps import CheckStep, check_steps, check_texts
 from jaxlm.inference.draft_model import Drafter, DraftModel
 from jaxlm.inference.generation import DecodeRun, Token
 from jaxlm.inference.pages import PageGroup
@@ -388,49 +389,42 @@ class Runner:
         return 0 if request.adapter is None else self._adapters[request.adapter]
 
     def check(self) -> bool:
-        """Return whether a token's results are the same to the bit in every program and on every shard of this
-        process, at another row each time, read as part of a prompt or by itself, with the last adapter where there are
-        any. Pages of a runner that is idle are overwritten."""
-        tokens = np.random.default_rng(0).integers(0, len(self._valid_token_mask), TILE + 3)
-        table = range(1, -(-len(tokens) // self.programs.layout.size) + 1)
+        """Return whether texts' results are the same to the bit in every program and on every shard of this process:
+        read as parts of prompts or by themselves, at other rows, alone and among texts of other lengths. Pages of a
+        runner that is idle are overwritten."""
+        layout, cache = self.programs.layout, self.cache
+        texts = check_texts(
+            len(self._valid_token_mask),
+            most=self._slots,
+            context=cache.context,
+            size=layout.size,
+            pages=min(cache.counts),
+            adapters=len(self._adapters),
+        )
+        lengths = [len(text.tokens) for text in texts]
 
-        def read(shape: StepShape, part: range, begin: int) -> set[tuple[int, bytes]]:
-            """Read a part of the tokens, in runs from `begin` on, on each shard. Return the logits after the last token
-            of all on devices of this process: of each part of the vocabulary its first id, and its bytes."""
-            batch = self.programs.empty_batch(shape, self.cache)
-            tables = [table] * len(self.programs.layout.groups)
-            for index in range(self.programs.shards):
-                shard = batch.shard(index, self.programs.shards)
-                for run, start in enumerate(part[::TILE], begin):
-                    chunk = tokens[start : min(start + TILE, part.stop)]
-                    shard.row_Q[-1] = _write_run(
-                        shard, shape, run, chunk, start, tables, len(tokens), len(self._adapters)
-                    )
+        def read(step: CheckStep) -> set[tuple[int, int, bytes]]:
+            """Return the logits at the ends of texts, as far as the step has draws, on devices of this process: the
+            text, the first id of a part of the vocabulary, and the part's bytes."""
+            shape, shards = step.shape, self.programs.shards
+            ended = [run.text for run in step.runs if run.part.stop == lengths[run.text]][: shape.decode]
+            draws = dict(zip(ended, range(shape.decode - len(ended), shape.decode), strict=True))
+            batch = self.programs.empty_batch(shape, cache)
+            for index in range(shards):
+                shard = batch.shard(index, shards)
+                for run, at, part in step.runs:
+                    text, tables = texts[at], [texts[at].pages] * len(layout.groups)
+                    chunk = text.tokens[part.start : part.stop]
+                    last = _write_run(shard, shape, run, chunk, part.start, tables, lengths[at], text.adapter)
+                    if part.stop == lengths[at] and at in draws:
+                        shard.row_Q[draws[at]] = last
             logits_QV = self._read_rows(shape, batch).logits_QV
-            if part.stop < len(tokens):
-                return set()
-            return {(x.index[1].start or 0, np.asarray(x.data)[-1].tobytes()) for x in logits_QV.addressable_shards}
+            parts = [(x.index[1].start or 0, np.asarray(x.data)) for x in logits_QV.addressable_shards]
+            return {(at, start, part_QV[q].tobytes()) for start, part_QV in parts for at, q in draws.items()}
 
-        def of_prompts(shape: StepShape, part: range) -> list[range]:
-            """Return what the steps of a shape read of a part."""
-            tokens = shape.tiles * TILE
-            return [part[at : at + tokens] for at in range(0, len(part), tokens)]
-
-        plain, whole, runs = self._shapes[False], range(len(tokens)), []
-        for shape in (shape for shape in plain if shape.tiles):
-            parts = of_prompts(shape, whole)
-            begins = {shape.decode, shape.runs - len(parts[-1][::TILE])}
-            runs += [(shape, part, run) for run in begins for part in parts]
-        # The state of a recurrent layer is that after the token read last: it is read up to there before each time.
-        before = []
-        if self.programs.layout.carries_states:
-            narrowest = next(shape for shape in plain if shape.tiles)
-            before = [(narrowest, part, narrowest.decode) for part in of_prompts(narrowest, whole[:-1])]
-        for shape in plain:
-            for run in {0, shape.decode - 1}:
-                runs += [*before, (shape, whole[-1:], run)]
-        logits = set().union(*(read(*each) for each in runs))
-        return len(logits) == len({start for start, _ in logits})
+        steps = check_steps(self._shapes[False], lengths, carries_states=layout.carries_states)
+        logits = set().union(*map(read, steps))
+        return len(logits) == len({place[:2] for place in logits})
 
 
 def _padded(rows: int) -> int:

@@ -168,8 +168,7 @@ def test_it_checks_itself(case):
 
 
 def test_it_checks_itself_where_a_step_reads_one_tile_of_prompts(monkeypatch):
-    """Also where the pages of each shard hold other texts. Each shape reads the text at most twice, and its end twice:
-    what is before the end is read again for the states of recurrent layers alone."""
+    """Also where the pages of each shard hold other texts. It sees where rows depend on rows beside them."""
     engine = make(sizes=(2,), chunk_tokens=32)
     served(engine, requests(2, longest=40))
     read, runner = [], engine.runner
@@ -177,6 +176,14 @@ def test_it_checks_itself_where_a_step_reads_one_tile_of_prompts(monkeypatch):
     monkeypatch.setattr(runner, "_read_rows", lambda shape, batch: read.append(shape) or read_rows(shape, batch))
     assert engine.check()
     assert len(read) <= 4 * len(set(read)) and {*runner.programs.shapes.all()} == {*read}
+
+    def read_beside(shape, batch):
+        texts = sum((section[:, 0] > 0).sum() for section in batch.tables[0])
+        results = read_rows(shape, batch)
+        return results._replace(logits_QV=results.logits_QV + float(texts > 2))  # one of each shard
+
+    monkeypatch.setattr(runner, "_read_rows", read_beside)
+    assert not engine.check()
 
 
 def test_a_request_is_served_as_if_alone(engine):

@@ -25,6 +25,7 @@ import results
 from training_steps import jaxlm_steps
 
 from jaxlm import config as configuration
+from jaxlm.config.experiment import Experiment
 from jaxlm.costs.hardware.calibration import Calibration
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
@@ -47,7 +48,7 @@ class BracketSetting:
     steps: int
     overrides: tuple[str, ...] = ()
 
-    def load(self) -> configuration.Experiment:
+    def load(self) -> Experiment:
         return configuration.load(ROOT / self.config, list(self.overrides))
 
 
@@ -100,7 +101,7 @@ def _calibrated() -> Chip:
         return Calibration.model_validate_json(kept.read_text()).chip
 
 
-def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[float]) -> dict[str, Any]:
+def _row(experiment: Experiment, chips: list[Chip], step_s: list[float]) -> dict[str, Any]:
     work = Workload.of(experiment)
     times = [step_time(work.on(chip), Target(chip, (1, 1))) for chip in chips]
     brackets = [(bracket.low, bracket.upper_bound) for bracket in times]

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import results
 
 from jaxlm import config as configuration
-from jaxlm.config import SIZE_KEYS, Experiment
+from jaxlm.config.experiment import Experiment
+from jaxlm.config.step_sizes import SIZE_KEYS
 from jaxlm.core import accelerators
 from jaxlm.costs.counted.memory import Memory, memory
 from jaxlm.costs.hardware.target import Target

@@ -23,7 +23,7 @@ from training_runs import train
 from training_steps import jaxlm_steps
 
 from jaxlm import config as configuration
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.models import tree
 
 CONFIG = Path(__file__).parents[1] / "configs" / "hybrid.toml"

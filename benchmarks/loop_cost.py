@@ -19,6 +19,7 @@ from pathlib import Path
 import results
 
 from jaxlm import config as configuration
+from jaxlm.config import mesh_layout
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
@@ -56,7 +57,7 @@ def main() -> None:
     from jaxlm.training.step import TrainStep
 
     training = experiment.training
-    mesh = mesh_here(experiment.mesh.least().size, partial(configuration.layout, experiment))
+    mesh = mesh_here(experiment.mesh.least().size, partial(mesh_layout.layout, experiment))
     dataset = prepare(experiment.data, experiment.model.vocab_size)
     rows = [(Rows(source.train, training.sequence), source.weight) for source in dataset.sources.values()]
     share = process_rows(training.batch, mesh)

@@ -32,7 +32,7 @@ from training_steps import jaxlm_steps, pytorch_steps
 
 from jaxlm import api
 from jaxlm import config as configuration
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import catalog
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from interleave import Worker
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
 
 
 class TrainingWorker(NamedTuple):
@@ -24,7 +24,7 @@ def jaxlm_steps(experiment: "Experiment", one_document: bool = False) -> Trainin
     import jax
     import numpy as np
 
-    from jaxlm import config
+    from jaxlm.config import mesh_layout
     from jaxlm.costs.layer_loops import experiment_on
     from jaxlm.parallel.batches import put_batch
     from jaxlm.parallel.devices import mesh_here
@@ -32,7 +32,7 @@ def jaxlm_steps(experiment: "Experiment", one_document: bool = False) -> Trainin
 
     training, draw = experiment.training, np.random.default_rng(0)
     shape = training.batch, training.sequence
-    mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
+    mesh = mesh_here(experiment.mesh.least().size, partial(mesh_layout.layout, experiment))
     with jax.set_mesh(mesh):
         execution = experiment_on(experiment, mesh).execution
         steps = TrainStep(experiment.model, execution, training, experiment.optimizer, one_document=one_document)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from pydantic import TypeAdapter
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.schema import kind_of, sections_in
 from jaxlm.inference.config import InferenceConfig
 from jaxlm.models import tree

@@ -14,8 +14,9 @@ import yaml
 
 from jaxlm import config
 from jaxlm.cli import _parse
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.errors import InputError
-from jaxlm.core.schema import sections_at
+from jaxlm.core.schema import leaves, sections_at
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -70,7 +71,7 @@ def test_commands_parse_and_their_keys_exist(name):
         asked = _parse(words)
         for override in getattr(asked, "overrides", ()):
             *tables, key = override.partition("=")[0].split(".")
-            sections = sections_at(".".join(tables), config.Experiment)
+            sections = sections_at(".".join(tables), Experiment)
             assert any(key in section.model_fields for section in sections) or "NAME" in tables, override
 
 
@@ -88,16 +89,16 @@ def test_its_toml_has_keys_that_exist(name):
     own_kinds = set(re.findall(r'kind: Literal\["(\w+)"\]', read(name)))
     for block in blocks(name, "toml"):
         values = tomllib.loads(block)
-        if not values.keys() <= {*config.Experiment.model_fields, "import"}:
+        if not values.keys() <= {*Experiment.model_fields, "import"}:
             assert '"' in next(iter(block.splitlines())) or "project" in values, (
                 block
             )  # tensors' names, a pyproject.toml
             continue
-        leaves = dict(config.leaves(values))
-        for key in leaves.keys() - {"import", "model.base"}:
+        keys = dict(leaves(values))
+        for key in keys.keys() - {"import", "model.base"}:
             *tables, last = key.split(".")
-            sections = sections_at(".".join(tables), config.Experiment)
-            is_own = leaves.get(".".join([*tables, "kind"])) in own_kinds
+            sections = sections_at(".".join(tables), Experiment)
+            is_own = keys.get(".".join([*tables, "kind"])) in own_kinds
             assert (
                 any(last in section.model_fields for section in sections)
                 or is_own

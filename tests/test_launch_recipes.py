@@ -12,6 +12,7 @@ import yaml
 
 from jaxlm import config
 from jaxlm.cli import _parse
+from jaxlm.config import mesh_layout
 from jaxlm.costs.hardware.target import Target
 from jaxlm.parallel.layout import Layout, over_slices
 
@@ -145,7 +146,7 @@ def test_two_slices_are_a_job_each_with_a_replica_of_the_model():
     chips = 2 * of_two["template"]["spec"]["completions"] * containers[1]["resources"]["limits"]["google.com/tpu"]
     target = Target.parse("tpu-v5e:2*4x4")
     assert target.chips == chips
-    layout = config.layout(config.load(LAUNCH.parent / arguments[0], arguments[4:]), target.devices)
+    layout = mesh_layout.layout(config.load(LAUNCH.parent / arguments[0], arguments[4:]), target.devices)
     assert over_slices(layout, target.slices) == Layout(data=2)
 
 

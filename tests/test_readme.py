@@ -12,6 +12,7 @@ import runs
 
 from jaxlm import api, cli, config
 from jaxlm.cli import _parse
+from jaxlm.config.run_name import default_run
 from jaxlm.families.directory import PublishedModel
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def test_the_first_page_trains_looks_generates_and_compares():
     commands = [_parse(shlex.split(line)) for line in lines]
     assert [line.split()[0] for line in lines] == ["train", "runs", "generate", "train", "compare"]
     trained = [
-        str(config.default_run(asked.config, asked.overrides, config.load(ROOT / asked.config, asked.overrides)))
+        str(default_run(asked.config, asked.overrides, config.load(ROOT / asked.config, asked.overrides)))
         for asked in (commands[0], commands[3])
     ]
     assert [str(run) for run in commands[4].runs] == trained and str(commands[2].run) == trained[0]

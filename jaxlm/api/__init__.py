@@ -17,7 +17,7 @@ from jaxlm.core.addresses import place
 from jaxlm.core.errors import InputError, refuse_single
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
     from jaxlm.costs.deployment import DeploymentRanking
     from jaxlm.costs.plan_order import Goal
     from jaxlm.costs.ranking import Ranking
@@ -142,7 +142,7 @@ def load(
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
     """
-    from jaxlm.config import overridden
+    from jaxlm.config.overrides import overridden
     from jaxlm.runs.locate import source_of
     from jaxlm.runs.served_adapter import adapter_of
 
@@ -260,7 +260,7 @@ def plan(
         `inference.sequences`, they are padded until the mesh divides them.
       on: chips, such as "h200-sxm:8" or "tpu-v5e:4x4"; "all:8" ranks 8 chips of each kind in the catalog.
       mesh: axes, such as "fsdp=8,tensor=2", in place of the experiment's; "auto" ranks those that fit.
-      workload: a step of training, a prefill or one decoded token of each sequence (`jaxlm.config.SIZE_KEYS`).
+      workload: a step of training, a prefill or one decoded token of each sequence (`jaxlm.config.step_sizes`).
       fixed: settings that a search leaves as they are, of "microbatches" and "remat".
       objective: what is best: the most tokens a second ("throughput", the default), the least time of a step of
         inference ("latency"), or the least USD per token ("cost", the default where there is a deadline).
@@ -273,7 +273,7 @@ def plan(
     are not known or lack a figure, where the mesh does not divide the model, or where no mesh fits or keeps budget and
     deadline.
     """
-    from jaxlm.config import check_quantized
+    from jaxlm.config.checks import check_quantized
     from jaxlm.costs.plan_order import PlanOrder
     from jaxlm.costs.ranking import rank
     from jaxlm.costs.stack import JAXLM
@@ -353,7 +353,7 @@ def compile(
     """
     import jax
 
-    from jaxlm.config import check_quantized
+    from jaxlm.config.checks import check_quantized
     from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.ladder import say_replicated
     from jaxlm.costs.placement import (

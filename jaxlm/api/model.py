@@ -11,7 +11,7 @@ from jaxlm.api.restored import Prompt, RestoredModel, is_conversation
 from jaxlm.core.errors import InputError, refuse_single
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
     from jaxlm.costs.workload import Workload
     from jaxlm.inference.completion import Completion, TextChunk
     from jaxlm.inference.draft_model import DraftModel

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
     from jaxlm.data.call_shapes import Message
     from jaxlm.data.chat_template import ChatTemplate
     from jaxlm.data.tokenizers import Tokenizer
@@ -104,7 +104,7 @@ class RestoredModel:
     def _layout(self, devices: int) -> "Layout":
         import jax
 
-        from jaxlm import config
+        from jaxlm.config import mesh_layout
         from jaxlm.costs.hardware.target import of_devices
         from jaxlm.costs.placement import layout_on
 
@@ -116,8 +116,8 @@ class RestoredModel:
                 pass
         # Nothing is trained: any number of sequences will do.
         if self._workload == "train":  # its evaluation
-            return config.layout_of_any_batch(self.experiment, devices)
-        return config.layout(self.experiment, devices, "decode")
+            return mesh_layout.layout_of_any_batch(self.experiment, devices)
+        return mesh_layout.layout(self.experiment, devices, "decode")
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":

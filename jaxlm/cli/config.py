@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.example:
         _example(arguments)
         return 0
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
     from jaxlm.core import plugins
     from jaxlm.core.reference import tables
 

@@ -13,7 +13,7 @@ from jaxlm.core import units
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
     from jaxlm.costs.deployment import Deployment
     from jaxlm.costs.stack import Stack
     from jaxlm.costs.workload import Workload

@@ -139,14 +139,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _stack(arguments: argparse.Namespace) -> "Stack":
     """Return the software that --stack names. Raises InputError for what is no name and no KEY=VALUE."""
-    from jaxlm import config
+    from jaxlm.config.overrides import assigned
     from jaxlm.costs.stack import stack_of
 
     given = arguments.stack or ()
     named, changes = [each for each in given if "=" not in each], [each for each in given if "=" in each]
     if len(named) > 1:
         raise InputError(f"--stack takes one name, and not both {named[0]} and {named[1]}")
-    return stack_of(next(iter(named), None), config.assigned(changes, "attention=flash-2"))
+    return stack_of(next(iter(named), None), assigned(changes, "attention=flash-2"))
 
 
 def _check(arguments: argparse.Namespace) -> int:

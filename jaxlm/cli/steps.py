@@ -8,7 +8,7 @@ from jaxlm.cli.paths import location
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
 
 AUTO = "auto"  # the value that asks for a search
 _MOST_DRAFTS = 8  # that a search tries
@@ -58,9 +58,9 @@ def add_chip(parser: argparse.ArgumentParser) -> None:
 
 def chip(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the figures that --chip gives, nested. Raises InputError for what is no KEY=VALUE."""
-    from jaxlm import config
+    from jaxlm.config.overrides import assigned
 
-    return config.assigned(arguments.chip or (), "memory_bytes_per_s=2.4e12")
+    return assigned(arguments.chip or (), "memory_bytes_per_s=2.4e12")
 
 
 def require(command: str, arguments: argparse.Namespace) -> None:
@@ -74,17 +74,19 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     """Return the experiment with its overrides. Raises InputError, also if an override sets a mesh that
     --mesh sets, or what the search for deployments chooses or takes from other options."""
     from jaxlm import config
+    from jaxlm.config.overrides import overridden
+    from jaxlm.config.step_sizes import SIZE_KEYS
 
     is_serve = arguments.workload == "serve"
     kind = "decode" if is_serve else arguments.workload
-    of_request = {config.SIZE_KEYS[each][1] for each in ("prefill", "decode")}
-    if is_serve and (wrong := of_request.intersection(config.overridden(arguments.overrides))):
+    of_request = {SIZE_KEYS[each][1] for each in ("prefill", "decode")}
+    if is_serve and (wrong := of_request.intersection(overridden(arguments.overrides))):
         raise InputError(
             f"--workload serve takes the tokens of a request from --prompt and --output: leave out {min(wrong)}"
         )
     overrides = [*arguments.overrides, *_widths(arguments), *_of_engine(arguments)]
     experiment = config.load(arguments.config, overrides, kind)
-    of_mesh = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
+    of_mesh = [key for key in overridden(arguments.overrides) if key.startswith("mesh.")]
     if of_mesh and is_serve:
         raise InputError(f"--workload serve chooses tensor and replicas itself: leave out {of_mesh[0]}")
     if of_mesh and arguments.mesh is not None:
@@ -114,7 +116,7 @@ def _widths(arguments: argparse.Namespace) -> list[str]:
 def _of_engine(arguments: argparse.Namespace) -> list[str]:
     """Return the overrides that --speculate and --cache-dtype make. Raises InputError for a workload that has no such
     setting, and where another override sets the same key."""
-    from jaxlm import config
+    from jaxlm.config.overrides import overridden
 
     source, overrides = _draft_source(arguments), []
     drafts = arguments.speculate if source is None else f"{source}:{_MOST_DRAFTS}"
@@ -126,7 +128,7 @@ def _of_engine(arguments: argparse.Namespace) -> list[str]:
             continue
         if arguments.workload in without:
             raise InputError(f"{option} is of {steps}; leave it out for --workload {arguments.workload}")
-        if key in config.overridden(arguments.overrides):
+        if key in overridden(arguments.overrides):
             raise InputError(f"{option} and {key} are one setting; give one of them")
         overrides.append(f"{key}={value}")
     return overrides
@@ -140,8 +142,8 @@ def _draft_source(arguments: argparse.Namespace) -> str | None:
 
 def fixed(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the settings of a search that the command line gives, and which it therefore leaves as they are."""
-    from jaxlm import config
+    from jaxlm.config.overrides import overridden
     from jaxlm.costs.search import VARIED
 
-    keys = config.overridden(arguments.overrides) if arguments.workload == "train" else ()
+    keys = overridden(arguments.overrides) if arguments.workload == "train" else ()
     return tuple(name for name, key in VARIED.items() if key in keys)

@@ -57,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm import config
     from jaxlm.cli.run_bar import RunBar, exit_status
+    from jaxlm.config.overrides import effective
+    from jaxlm.config.run_name import default_run
     from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.runs import elastic
     from jaxlm.runs.job_folder import JobFolder
@@ -70,8 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
     experiment = configure(arguments.overrides)
     profile = None if arguments.profile is None else ProfiledSteps.parse(arguments.profile)
     process = None if arguments.process is None else ProcessSpec.parse(arguments.process)
-    overrides = arguments.overrides if start_from is None else config.effective(arguments.overrides, configure)
-    out = arguments.out or config.default_run(arguments.config, overrides, experiment, start_from)
+    overrides = arguments.overrides if start_from is None else effective(arguments.overrides, configure)
+    out = arguments.out or default_run(arguments.config, overrides, experiment, start_from)
     if arguments.elastic:  # from here on in a child for each start of the job
         process, experiment = elastic.supervised(process, experiment, JobFolder(out))
     display = RunBar(experiment.training.steps or 0, RunPaths(out), arguments.json)

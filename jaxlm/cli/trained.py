@@ -51,7 +51,7 @@ def add_quantize(parser: ArgumentParser, auto: str = "") -> None:
 
 def quantize_overrides(arguments: Namespace) -> list[str]:
     """Return the override that --quantize makes. Raises InputError where another sets the same key."""
-    from jaxlm.config import overridden
+    from jaxlm.config.overrides import overridden
 
     if arguments.quantize is None:
         return []

@@ -173,6 +173,13 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
+def table_at(key: str, values: Any) -> dict[str, Any]:
+    """Return the table at a dotted key of nested tables; an empty one where there is none."""
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
+
+
 def _written_at(section: type[Section]) -> tuple[str, str]:
     """Return the file of a section, or the name of its module where there is none, and its name there."""
     module = section.__module__

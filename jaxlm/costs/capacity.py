@@ -4,8 +4,8 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config import mesh_layout
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import accelerators, units
 from jaxlm.core.errors import InputError
 from jaxlm.models.bounds import parameters_at_most, values_per_token_at_most
@@ -30,7 +30,7 @@ def check_before_reading(experiment: Experiment) -> None:
     if accelerators.platforms() != "cpu":
         return
     here = set_by_environment() or emulated_for(experiment.mesh.least().size)
-    layout = config.layout(experiment, here * process_count())
+    layout = mesh_layout.layout(experiment, here * process_count())
     if (stages := layout.over(TRAIN.over("layers"))) > 1:
         from jaxlm.costs.stages import stage_layers
         from jaxlm.training.staged import check_dtype

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.costs.queueing import Service

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.memory import Memory

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target, of_devices

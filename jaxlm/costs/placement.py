@@ -3,8 +3,9 @@
 import math
 from dataclasses import replace
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config import mesh_layout
+from jaxlm.config.experiment import Experiment
+from jaxlm.config.step_sizes import SIZE_KEYS, sizes
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.cache import kv_cache
@@ -30,17 +31,17 @@ def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
     Raises InputError where the mesh does not divide the chips, the heads or, in training, the model and the batch.
     """
     if kind == "train":
-        return config.layout(experiment, target.devices, kind)
+        return mesh_layout.layout(experiment, target.devices, kind)
     work = Workload.of(experiment, kind=kind).on(target.chip)
 
     def fits(layout: Layout) -> bool:
-        is_divided = all(config.may_serve(layout, model) for model in work.models)
+        is_divided = all(mesh_layout.may_serve(layout, model) for model in work.models)
         is_divided = is_divided and can_cross(layout, target.slices)
         size = stack_memory(replace(work, layout=layout), JAXLM) if is_divided else None
         return size is not None and size.total <= target.chip.device_capacity()
 
     layout = inference_layout(experiment.mesh, target.devices, work.rules, fits)
-    config.check_layout(experiment, layout, kind, target.devices)
+    mesh_layout.check_layout(experiment, layout, kind, target.devices)
     return layout
 
 
@@ -54,14 +55,14 @@ def check_cache(experiment: Experiment, work: Workload) -> None:
         raise InputError(
             f"inference.cache_memory = {experiment.inference.cache_memory} does not hold one sequence of "
             f"{work.sequence:,} tokens, which needs {units.memory(needed)} on each device: raise it, or lower "
-            f"{config.SIZE_KEYS[work.kind][1]}"
+            f"{SIZE_KEYS[work.kind][1]}"
         )
 
 
 def may_have_stages(experiment: Experiment, target: Target) -> bool:
     """Return whether a run on these chips can lay its layers on stages, if its model can."""
     try:
-        config.check_stages(experiment)
+        mesh_layout.check_stages(experiment)
     except InputError:
         return False
     return target.chip.kind != "cpu" or experiment.execution.dtype == "float32"  # XLA compiles nothing else there
@@ -92,21 +93,21 @@ def batch_shards(experiment: Experiment, target: Target, kind: Kind) -> int:
 def say_mesh(experiment: Experiment, work: Workload) -> str | None:
     """Return a line that says that a step of training has another layout than the experiment's mesh gives, which does
     not divide the model; None where it has the same."""
-    return config.say_layout(experiment, work.layout) if work.kind == "train" else None
+    return mesh_layout.say_layout(experiment, work.layout) if work.kind == "train" else None
 
 
 def say_batch(experiment: Experiment, work: Workload) -> str | None:
     """Return a line that says that a step has another batch than the experiment, which gives none; None where it has
     the same."""
-    name = config.SIZE_KEYS[work.kind][0]
-    if work.batch == config.sizes(experiment, work.kind)[0]:
+    name = SIZE_KEYS[work.kind][0]
+    if work.batch == sizes(experiment, work.kind)[0]:
         return None
     return f"{name} is not set: {work.batch} sequences, so that the mesh divides them"
 
 
 def with_batch(experiment: Experiment, parts: int, kind: Kind) -> Experiment:
     """Pad a batch that was not given until it divides into this many parts, in training each of its microbatches."""
-    name, _, key = config.SIZE_KEYS[kind][0].partition(".")
+    name, _, key = SIZE_KEYS[kind][0].partition(".")
     section = getattr(experiment, name)
     if key in section.model_fields_set:
         return experiment

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxlm import config
+from jaxlm.config import mesh_layout
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.cache import kv_bytes_per_token, kv_cache, page_layout, state_bytes_per_sequence
 from jaxlm.costs.counted.device import replicated_kv_heads
@@ -275,7 +275,7 @@ def check_drafts(work: Workload) -> None:
             f"the draft model has a context of {context:,} tokens, and sequences have {work.sequence:,}; plan for at "
             "most as many (inference.length), or take another draft model"
         )
-    if not config.may_serve(work.layout, work.draft_model.model):
+    if not mesh_layout.may_serve(work.layout, work.draft_model.model):
         raise InputError(f"the mesh {work.layout} does not divide the query heads or the experts of the draft model")
     kv_cache(work)  # refuses windows without pages
 

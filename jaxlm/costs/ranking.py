@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from jaxlm.config import SIZE_KEYS, Experiment
+from jaxlm.config.experiment import Experiment
+from jaxlm.config.step_sizes import SIZE_KEYS
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import COUNT

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jaxlm import config
+from jaxlm.config import mesh_layout
 from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.demand import Demand
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, mixed_steps
@@ -52,7 +52,7 @@ class Replica:
         """Return the engine that decodes as `work` says, on all devices of a target; None where they do not divide a
         layer."""
         layout = with_shards(ENGINE, heads=target.devices)
-        if not all(config.may_serve(layout, model) for model in work.models):
+        if not all(mesh_layout.may_serve(layout, model) for model in work.models):
             return None
         halfway = demand.prompt + (demand.output + 1) // 2
         return cls(replace(work, layout=layout, sequence=halfway).on(target.chip), target, demand, stack)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxlm.config import divided_by_mesh, may_serve
+from jaxlm.config.mesh_layout import divided_by_mesh, may_serve
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.cache import state_bytes_per_sequence
 from jaxlm.costs.counted.device import device_step

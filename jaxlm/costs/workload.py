@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config import step_sizes
+from jaxlm.config.experiment import Experiment
 from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import parameters
 from jaxlm.costs.draft_models import PlannedDraftModel, planned_draft_model
@@ -125,7 +125,7 @@ class Workload:
     def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":
         """Return the step of an experiment on a mesh of this layout. Raises InputError where a pattern of
         `optimizer.groups` or `lora.targets` decides nothing of a training step."""
-        batch, sequence = config.sizes(experiment, kind)
+        batch, sequence = step_sizes.sizes(experiment, kind)
         work = cls(kind, experiment.model, batch, sequence, experiment.execution, layout)
         if kind != "train":
             inference = experiment.inference

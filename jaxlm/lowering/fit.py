@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jax.sharding import Mesh
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.layer_loops import resolved

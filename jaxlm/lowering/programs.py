@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.costs.draft_steps import draft_reading
 from jaxlm.costs.workload import Workload

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from jaxlm.config import SIZE_KEYS
+from jaxlm.config.step_sizes import SIZE_KEYS
 from jaxlm.core import units
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.plan import Plan

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxlm import config
+from jaxlm.config import mesh_layout
 from jaxlm.core import copies
 from jaxlm.core.addresses import place
 from jaxlm.data.config import HUGGING_FACE
@@ -109,7 +109,7 @@ def export(
     name = origin.source.removeprefix(HUGGING_FACE).partition("@")[0] if origin.revision else origin.source
     if not _is_published(origin):
         say(f"{name} is no Hugging Face directory, as PEFT needs one: export it, and put that in {ADAPTER_CONFIG}")
-    mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
+    mesh = mesh_here(1, lambda devices: mesh_layout.layout(experiment, devices, "decode"))
     request = WeightsRequest(experiment.model, mesh, ENGINE, "float32", checkpoint, average, say)
     _, adapters = weights.adapters(request)
     base = {"base_model_name_or_path": name} | ({"revision": origin.revision} if origin.revision else {})

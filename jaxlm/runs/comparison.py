@@ -6,7 +6,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.config import SIZE_KEYS
+from jaxlm.config.step_sizes import SIZE_KEYS
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.moved_keys import with_present_keys

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config import mesh_layout
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import buckets, copies
 from jaxlm.core.addresses import address, with_addresses
 from jaxlm.core.errors import InputError
@@ -75,7 +75,7 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Imported:
         published.text.load_tokenizer()  # refused before the weights are read
     elif code := tokens.code(source.folder):
         say(f"{code} is code and is not run: the run has no tokenizer")
-    mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
+    mesh = mesh_here(1, lambda devices: mesh_layout.layout(experiment, devices, "decode"))
     with jax.set_mesh(mesh):
         parameters = source.load(mesh, FORWARD)  # sharded as in training, but for what these devices do not divide
         finite = jax.jit(lambda tree: jax.tree.map(_is_finite, tree))(parameters)

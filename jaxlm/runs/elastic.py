@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config import mesh_layout
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.core.files import replace, replacing
 from jaxlm.parallel.config import ALL
@@ -217,7 +217,7 @@ def _part(experiment: Experiment, count: int, left: int) -> tuple[int, int | Non
     for fewer in range(min(data, left * data // count), 0, -1):
         resized = _with_data(experiment, fewer)
         try:
-            config.check_layout(resized, resized.mesh.least())
+            mesh_layout.check_layout(resized, resized.mesh.least())
         except InputError:
             continue
         if fewer * count % data == 0:

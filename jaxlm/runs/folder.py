@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import copies
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import lock

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config import mesh_layout
+from jaxlm.config.checks import check_quantized
+from jaxlm.config.experiment import Experiment, with_steps
 from jaxlm.core import accelerators, copies
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.core.schema import shown
@@ -67,7 +68,7 @@ class Job:
         self._traced = traced
         sinks.check_installed(experiment.records.wandb_project)
         self._continue_with_changes, self._source = continue_with_changes, source
-        config.check_quantized(experiment)
+        check_quantized(experiment)
         self._data = experiment.data  # as it is read: a run that begins has no tokenizer and template of its own yet
         if experiment.lora is not None and source is None:
             self._run.check(experiment, continue_with_changes)
@@ -79,7 +80,7 @@ class Job:
         self._epochs = experiment.training.epochs  # which the text makes a number of steps
         if experiment.training.steps is None and self._run.paths.config.is_file():
             recorded = self._run.experiment().training.steps
-            self._experiment = experiment = experiment if recorded is None else config.with_steps(experiment, recorded)
+            self._experiment = experiment = experiment if recorded is None else with_steps(experiment, recorded)
         self._set_length(experiment)
         self._stop = StopRequest(self._leave, max_hours)
         self._template: ChatTemplate | None = None  # that shows conversations
@@ -181,7 +182,7 @@ class Job:
                 f"training.epochs = {self._epochs:g}: {steps:,} steps of {training.batch} rows, of {count:,}"
             )
             if steps != training.steps:
-                self._set_length(config.with_steps(self._experiment, steps))
+                self._set_length(with_steps(self._experiment, steps))
         self._say_what_is_repeated(dataset, rows)
         return dataset
 
@@ -269,7 +270,7 @@ class Job:
         experiment, say = self._experiment, self._display.say
         with self._clock.phase("calibration"), processes.first_process_first("calibration"):
             calibration.ensure(say)
-        mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
+        mesh = mesh_here(experiment.mesh.least().size, partial(mesh_layout.layout, experiment))
         work = Workload.of(experiment, Layout(mesh.shape))
         trained = f", and {work.trainable_numbers:,} in adapters" if experiment.lora else ""
         total, counts = parameter_count(experiment.model), parameter_counts(work)  # the latter with adapters
@@ -278,7 +279,7 @@ class Job:
         say(f"{total:,} parameters{active}{trained} on {describe(mesh)}")
         costs = counted(work, mesh)
         capacity.check(costs.memory, costs.capacity)
-        if divided := config.say_layout(experiment, costs.work.layout):
+        if divided := mesh_layout.say_layout(experiment, costs.work.layout):
             say(divided)
         if replicated := say_replicated(costs.work):
             say(replicated)

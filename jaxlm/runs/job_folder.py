@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config.defaults import resolved
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import addresses, copies
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, replace, replacing, unwritable
@@ -177,7 +177,7 @@ class JobFolder(Run):
         if not rows and step > 1:  # begun before there was a history
             rows = [{"step": 1, "data": self.digest(), "config": self.experiment().model_dump(mode="json")}]
         now = {"step": step, "data": dataset.digest, "config": experiment.model_dump(mode="json")}
-        if not rows or {**rows[-1], "step": step, "config": config.resolved(rows[-1]["config"])} != now:
+        if not rows or {**rows[-1], "step": step, "config": resolved(rows[-1]["config"])} != now:
             rows.append(now)
         JsonLines(self.paths.history).replace(rows)
         self._save_data(dataset)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
+from jaxlm.config.overrides import overridden
 from jaxlm.core import copies
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
@@ -52,13 +53,13 @@ class PublishedSource:
         """Return the experiment with `key=value` overrides. Raises InputError for one that is not among `reads`, and
         for those that make another model of it."""
         # Quantised weights are kept as they are, unless somebody asks for another form.
-        is_kept = "execution.quantize" not in config.overridden(overrides)
+        is_kept = "execution.quantize" not in overridden(overrides)
         kept = self.model.quantization if is_kept else None
         own = [] if kept is None else [f"execution.{key}={json.dumps(value)}" for key, value in keys_of(kept).items()]
         experiment = config.load(self.model.folder, [*own, *overrides], None)
         if experiment.model != self.experiment().model:
             raise InputError(f"{self} has another [model] than the overrides make of it; leave them out")
-        check_reads(config.overridden(overrides), reads)
+        check_reads(overridden(overrides), reads)
         return experiment
 
 

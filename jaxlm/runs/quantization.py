@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config import mesh_layout
+from jaxlm.config.experiment import Experiment
 from jaxlm.core import copies
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.files import replace
@@ -66,4 +66,4 @@ def mesh_for(experiment: Experiment) -> "Mesh":
     """Return the mesh that weights are read on: that of inference."""
     from jaxlm.parallel.devices import mesh_here
 
-    return mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
+    return mesh_here(1, lambda devices: mesh_layout.layout(experiment, devices, "decode"))

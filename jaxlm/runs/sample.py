@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.data.dataset import Dataset
 from jaxlm.inference.completion import Completer
 from jaxlm.inference.engine import Engine

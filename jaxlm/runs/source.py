@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.addresses import place, with_addresses
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import shown

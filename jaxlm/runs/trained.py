@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import config
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
+from jaxlm.config.overrides import overridden
 from jaxlm.core import copies
 from jaxlm.core.addresses import with_addresses
 from jaxlm.core.errors import InputError
@@ -62,7 +63,7 @@ class RunSource:
         experiment = config.load(self.run.paths.directory, [*of_base, *overrides], None)
         if changed := architecture(before, experiment):
             raise InputError(f"{self.run.trained_with(changed)}; leave it out")
-        check_reads(config.overridden(overrides), reads)
+        check_reads(overridden(overrides), reads)
         return experiment
 
 

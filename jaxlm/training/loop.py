@@ -90,7 +90,7 @@ class Trainer:
         start: Start,
     ):
         self._settings, self._mesh, self._paths, self._mfu = settings, mesh, paths, mfu
-        assert settings.training.steps is not None  # `jaxlm.config.with_steps` where epochs were given
+        assert settings.training.steps is not None  # `jaxlm.config.experiment.with_steps` where epochs were given
         self._last = settings.training.steps
         self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
         self._norms_every = settings.records.norms_every

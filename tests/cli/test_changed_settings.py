@@ -10,6 +10,7 @@ import tomli_w
 from runs import finish, losses, rows, start, untrained, write_config
 
 from jaxlm import config
+from jaxlm.config.run_name import default_run
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import sections_in
 from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
@@ -107,7 +108,7 @@ def test_more_steps_under_a_schedule_that_ends_with_them_are_another_run(tmp_pat
     again = config.load(run.paths.directory, [more])
     run.check(again)
     assert again.optimizer.schedule.decay_steps == 40
-    assert config.default_run(run.paths.directory, [more], again) == run.paths.directory
+    assert default_run(run.paths.directory, [more], again) == run.paths.directory
     run.check(config.load(file, [more]), continue_with_changes=True)
 
 
@@ -196,7 +197,7 @@ def test_the_default_folder_tells_overrides_apart(tmp_path):
     file = write_config(tmp_path)  # its schedule ends at a step of its own
 
     def name(*overrides):
-        return config.default_run(file, overrides, config.load(file, overrides)).as_posix()
+        return default_run(file, overrides, config.load(file, overrides)).as_posix()
 
     assert name() == name("training.log_every=3", "mesh.data=2", "training.steps=41") == "runs/tiny"
     assert name("training.batch=16", "optimizer.learning_rate=0.5") == "runs/tiny,learning_rate=0.5,batch=16"
@@ -207,8 +208,8 @@ def test_the_default_folder_tells_overrides_apart(tmp_path):
     texts = {name(f"data.text={path}") for path in ("a/b", "a?b", "a-b", "ä", "x" * 300, "x" * 301)}
     assert len(texts) == 6 and all(len(text) < 130 and set(text).isdisjoint("?*[]ä\\") for text in texts)
     assert name("data.text=a/b").startswith("runs/tiny,text=a-b,")
-    assert config.default_run(tmp_path, (), config.load(file)) == tmp_path  # a run folder
-    begun = config.default_run(file, ["training.batch=16"], config.load(file), "hf:ORG/base-8B")
+    assert default_run(tmp_path, (), config.load(file)) == tmp_path  # a run folder
+    begun = default_run(file, ["training.batch=16"], config.load(file), "hf:ORG/base-8B")
     assert begun.name == f"{file.stem},batch=16,from=base-8B"
 
 
@@ -219,7 +220,7 @@ def test_an_override_with_the_value_of_the_file_makes_no_other_run(tmp_path):
     assert [before.training.batch, before.model.attention.num_kv_heads] == [8, 4]
 
     def name(*overrides):
-        return config.default_run(file, overrides, config.load(file, overrides)).as_posix()
+        return default_run(file, overrides, config.load(file, overrides)).as_posix()
 
     assert name(*same) == name() == "runs/tiny"
     assert name(*same, "training.batch=16") == name("training.batch=16") == "runs/tiny,batch=16"

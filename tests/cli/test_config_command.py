@@ -10,7 +10,8 @@ import pytest
 import runs
 
 from jaxlm.cli import main
-from jaxlm.config import Experiment, load
+from jaxlm.config import load
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.explain import _keys
 from jaxlm.core.reference import tables
 

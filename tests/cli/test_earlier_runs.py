@@ -12,8 +12,10 @@ from runs import losses, rows, write_config
 
 from jaxlm import api, config
 from jaxlm.cli import main
+from jaxlm.config.run_name import default_run
 from jaxlm.core.errors import InputError
 from jaxlm.core.moved_keys import MOVED
+from jaxlm.core.schema import leaves
 from jaxlm.models.execution_config import ExecutionConfig
 from jaxlm.runs.job_folder import JobFolder
 from jaxlm.training.changes import changed_keys
@@ -61,7 +63,7 @@ def test_its_history_goes_on_only_where_something_changed(earlier):
 
 @pytest.mark.parametrize(("before", "now"), MOVED.items(), ids=MOVED)
 def test_an_earlier_key_is_refused_with_its_present_name(earlier, before, now, tmp_path):
-    value = json.dumps(dict(config.leaves(earlier.experiment().model_dump(mode="json")))[now])
+    value = json.dumps(dict(leaves(earlier.experiment().model_dump(mode="json")))[now])
     with pytest.raises(InputError, match=f"{before} is now {now}"):
         config.load(earlier.paths.config, [f"{before}={value}"])
     copied = tmp_path / "config.toml"  # beside no run
@@ -81,7 +83,7 @@ def test_names_of_runs_are_what_they_were(tmp_path):
     """Keys are in the order of the sections that they had."""
     file = write_config(tmp_path)
     given = ["training.batch=16", "execution.dtype=bfloat16", "optimizer.beta1=0.5", "execution.remat=full"]
-    named = config.default_run(file, given, config.load(file, given)).as_posix()
+    named = default_run(file, given, config.load(file, given)).as_posix()
     assert named == "runs/tiny,beta1=0.5,batch=16,dtype=bfloat16"
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from config_fixtures import SMALL, refusal, write
 
-from jaxlm.config import default_run, load
+from jaxlm.config import load
+from jaxlm.config.run_name import default_run
 from jaxlm.core import bundled
 
 CONFIGS = Path(__file__).parents[2] / "configs"

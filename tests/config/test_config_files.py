@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from config_fixtures import SMALL, flat, refusal, write
 
-from jaxlm import config
 from jaxlm.config import load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -54,7 +54,7 @@ def test_overrides_are_resolved_and_loaded_back(overrides, tmp_path):
 
 def test_a_resolved_file_holds_every_key():
     """A default that changes later does not change an old run."""
-    written = flat(config.tomllib.loads(load(SMALL).to_toml()))
+    written = flat(tomllib.loads(load(SMALL).to_toml()))
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
     # None cannot be written.
     records = {"records.wandb_project", "records.norms_every"}
@@ -77,7 +77,7 @@ def test_a_resolved_file_holds_every_key():
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_a_published_architecture_is_a_model_and_nothing_else(path):
-    assert set(config.tomllib.loads(path.read_text())) == {"model"}
+    assert set(tomllib.loads(path.read_text())) == {"model"}
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from config_fixtures import CONTENT, SMALL, write
 
-from jaxlm.config import load, with_steps
+from jaxlm.config import load
+from jaxlm.config.experiment import with_steps
 from jaxlm.core.errors import InputError
 from jaxlm.training.schedules import schedule
 

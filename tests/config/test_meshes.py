@@ -4,8 +4,8 @@ import meshes
 import pytest
 from config_fixtures import SMALL
 
-from jaxlm import config
-from jaxlm.config import check_layout, divided_by_mesh, load
+from jaxlm.config import load, mesh_layout
+from jaxlm.config.mesh_layout import check_layout, divided_by_mesh
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.parameters import parameters
 from jaxlm.parallel.rules import TRAIN
@@ -30,14 +30,14 @@ from jaxlm.parallel.rules import TRAIN
 )
 def test_the_mesh_factors_the_devices(mesh, devices, sizes):
     experiment = load(SMALL, [*mesh, f"training.batch={devices}"])
-    assert config.layout(experiment, devices) == meshes.layout(*sizes)
+    assert mesh_layout.layout(experiment, devices) == meshes.layout(*sizes)
 
 
 def test_a_line_says_that_fewer_devices_shard_the_model():
     experiment = load(SMALL)
-    said = config.say_layout(experiment, config.layout_of_any_batch(experiment, 6))
+    said = mesh_layout.say_layout(experiment, mesh_layout.layout_of_any_batch(experiment, 6))
     assert said == "mesh.fsdp = 6 does not divide model.d_model = 256: the mesh has mesh.data=3 mesh.fsdp=2"
-    assert config.say_layout(experiment, config.layout_of_any_batch(experiment, 8)) is None
+    assert mesh_layout.say_layout(experiment, mesh_layout.layout_of_any_batch(experiment, 8)) is None
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_line_says_that_fewer_devices_shard_the_model():
 )
 def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
     with pytest.raises(InputError) as refused:
-        config.layout(load(SMALL, overrides, None), devices)
+        mesh_layout.layout(load(SMALL, overrides, None), devices)
     said = str(refused.value)
     assert "\n" not in said and not [part for part in says if part not in said], said
 
@@ -81,9 +81,9 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
     with pytest.raises(InputError, match="training.microbatches = 2 does not divide training.batch = 7"):
         load(SMALL, overrides)
     experiment = load(SMALL, overrides, None)
-    assert config.layout(experiment, 8, "decode") == meshes.layout(4, 2, 1)
+    assert mesh_layout.layout(experiment, 8, "decode") == meshes.layout(4, 2, 1)
     with pytest.raises(InputError, match="the 3 rows of a microbatch"):
-        config.layout(experiment, 8)
+        mesh_layout.layout(experiment, 8)
     check_layout(experiment, meshes.layout(fsdp=3), "decode")  # the width stays whole
 
 
@@ -96,18 +96,18 @@ def test_every_step_asks_that_a_mesh_divides_the_heads():
 
 def test_inference_has_no_axis_that_shards_nothing():
     with pytest.raises(InputError, match=r"^mesh\.pipeline = 2 shards nothing in inference: set it to 1$"):
-        config.layout(load(SMALL, ["mesh.pipeline=2"], None), 2, "decode")
+        mesh_layout.layout(load(SMALL, ["mesh.pipeline=2"], None), 2, "decode")
 
 
 def test_each_device_of_a_sequence_has_two_chunks_of_it():
     overrides = ["mesh.context=2", "training.sequence=30"]
     with pytest.raises(InputError, match=r"2 × mesh\.context = 4 does not divide .*training\.sequence to 32$"):
-        config.layout(load(SMALL, overrides, None), 2)
+        mesh_layout.layout(load(SMALL, overrides, None), 2)
 
 
 def test_two_axes_cannot_both_take_the_rest():
     with pytest.raises(InputError, match="mesh.fsdp and mesh.tensor are both"):
-        config.layout(load(SMALL, ["mesh.tensor=all"]), 8)
+        mesh_layout.layout(load(SMALL, ["mesh.tensor=all"]), 8)
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "gpt2-124m", "gemma3-1b", "olmo2-7b"])

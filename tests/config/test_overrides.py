@@ -5,7 +5,8 @@ import re
 import pytest
 from config_fixtures import SMALL, changed, refusal
 
-from jaxlm.config import load, overridden
+from jaxlm.config import load
+from jaxlm.config.overrides import overridden
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 from config_fixtures import SMALL, refusal, write
 
-from jaxlm.config import divided_by_mesh, load
+from jaxlm.config import load
+from jaxlm.config.mesh_layout import divided_by_mesh
 from jaxlm.core.errors import InputError
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxlm import config
 from jaxlm.cli import main
+from jaxlm.config import mesh_layout
 from jaxlm.core.errors import InputError
 from jaxlm.costs import capacity
 from jaxlm.costs.counted.memory import memory
@@ -92,10 +93,10 @@ def test_a_mesh_that_does_not_suit_the_model_is_refused_before_text_is_read(cpu,
 
 def test_an_expert_axis_without_experts_is_said_and_its_setting_refused():
     experiment = config.load(CONFIGS / "quickstart.toml", ["mesh.expert=2"])
-    said = config.say_layout(experiment, config.layout(experiment, 2))
+    said = mesh_layout.say_layout(experiment, mesh_layout.layout(experiment, 2))
     assert said == "mesh.expert = 2 is more of mesh.fsdp: the model has no experts"
     mixture = config.load(CONFIGS / "experts.toml", ["mesh.expert=2"])
-    assert config.say_layout(mixture, config.layout(mixture, 2)) is None
+    assert mesh_layout.say_layout(mixture, mesh_layout.layout(mixture, 2)) is None
     chosen = experiment.execution.model_copy(update={"expert_parallel": "all_to_all"})
     with pytest.raises(InputError, match="all_to_all is of experts, and the model has none: set .* to auto"):
-        config.layout(experiment.model_copy(update={"execution": chosen}), 2)
+        mesh_layout.layout(experiment.model_copy(update={"execution": chosen}), 2)

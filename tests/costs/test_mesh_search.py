@@ -9,6 +9,7 @@ import pytest
 from workload_fixtures import workload
 
 from jaxlm import config
+from jaxlm.config import mesh_layout
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.plan_order import TIE
@@ -39,7 +40,7 @@ def test_a_search_finds_the_best_of_all_meshes_and_settings(name, chips, batch, 
         parts = layout["context"]
         if batch % on_mesh.batch_shards or (parts > 1 and sequence % (2 * parts)):
             continue
-        if not layout_choice.divides(layout, work.rules, config.divided_by_mesh(model)):
+        if not layout_choice.divides(layout, work.rules, mesh_layout.divided_by_mesh(model)):
             continue
         for each in variants(on_mesh):
             if (planned := plan(each, target)).leaves_headroom:

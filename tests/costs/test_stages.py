@@ -24,7 +24,7 @@ from jaxlm.costs.stages import stage_layers
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 
-MODELS = Path(config.__file__).parents[1] / "configs" / "models"
+MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
 def test_slots_of_stages():

@@ -16,6 +16,7 @@ from matrices import sampled
 
 from jaxlm import config
 from jaxlm.cli import main
+from jaxlm.config.experiment import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import drawing, memory, traffic
 from jaxlm.costs.hardware import catalog
@@ -246,7 +247,7 @@ def test_a_draw_exchanges_and_holds_what_is_counted(small, platform, kind):
     assert row["draw"]["memory"] == found.draw.memory._asdict() and row["draw"]["draws"] == rows and not row["draft"]
 
 
-def with_draft_model(path: Path) -> tuple[config.Experiment, Path]:
+def with_draft_model(path: Path) -> tuple[Experiment, Path]:
     """Return an experiment whose drafts a model of one narrow layer draws, and that model's file."""
     drafter = path.with_name("drafter.toml")
     drafter.write_text(SMALL.replace("d_model = 512", "d_model = 256").replace("num_layers = 4", "num_layers = 1"))

@@ -15,7 +15,7 @@ from matrices import sampled
 from pydantic import ValidationError
 from workload_fixtures import changed, workload
 
-from jaxlm import config as experiments
+from jaxlm.config import mesh_layout
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import traffic
 from jaxlm.costs.counted.cache import kv_bytes_per_token, kv_cache
@@ -253,7 +253,7 @@ def test_bad_settings_are_refused(changes, said):
 
 def test_a_mesh_that_does_not_divide_heads_is_refused():
     with pytest.raises(InputError, match="mesh.tensor = 4 does not divide model.attention.num_heads = 6"):
-        sizes = experiments.divided_by_mesh(model_fixtures.model(attention={**SIZES, "num_heads": 6}))
+        sizes = mesh_layout.divided_by_mesh(model_fixtures.model(attention={**SIZES, "num_heads": 6}))
         layout_choice.check_divides(meshes.layout(1, 1, 4), TRAIN, sizes)
 
 

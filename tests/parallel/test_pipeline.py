@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matrices import sampled
 
-from jaxlm import config
+from jaxlm.config import mesh_layout
 from jaxlm.core.errors import InputError
 from jaxlm.models import tree as model_tree
 from jaxlm.parallel.batches import put_batch
@@ -241,22 +241,24 @@ def test_what_a_pipeline_does_not_run_is_refused_in_a_line():
     mixed = model_fixtures.model(model_fixtures.MIXED)
     with pytest.raises(InputError, match=r"layers of one structure that follow one another.* set mesh.pipeline to 1"):
         model_fixtures.jitted(mixed, model_fixtures.sections(), mesh, model_fixtures.optimization())
-    config.check_layout(model_fixtures.experiment(model(), microbatches=4, pipeline_rounds=2), Layout(pipeline=4))
+    mesh_layout.check_layout(model_fixtures.experiment(model(), microbatches=4, pipeline_rounds=2), Layout(pipeline=4))
     with pytest.raises(InputError, match=r"set training.microbatches to 4, or execution.pipeline_rounds to 1"):
-        config.check_layout(model_fixtures.experiment(model(), microbatches=2, pipeline_rounds=2), Layout(pipeline=4))
+        mesh_layout.check_layout(
+            model_fixtures.experiment(model(), microbatches=2, pipeline_rounds=2), Layout(pipeline=4)
+        )
     both = r"= 2, which go .*, and 4 microbatches of 3 shards do not divide training.batch = 16: set training.micro"
     with pytest.raises(InputError, match=both + "batches to 4 and training.batch to 24$"):
         few = model_fixtures.experiment(model(), batch=16, microbatches=2, pipeline_rounds=2)
-        config.check_layout(few, Layout(pipeline=4, data=3))
+        mesh_layout.check_layout(few, Layout(pipeline=4, data=3))
     for key, value, axis in (
         ("pipeline_rounds", 2, "pipeline"),
         ("pipeline_gather", "step", "pipeline"),
         ("context_parallel", "ring", "context"),
     ):
         with pytest.raises(InputError, match=rf"^execution.{key} = {value} needs mesh.{axis} above 1: "):
-            config.layout(model_fixtures.experiment(model(), **{key: value}), 1)
+            mesh_layout.layout(model_fixtures.experiment(model(), **{key: value}), 1)
     for changes, key in (({"norms_every": 1}, "records.norms_every"),):
         experiment = model_fixtures.experiment(model())
         experiment = experiment.model_copy(update={"records": experiment.records.model_copy(update=changes)})
         with pytest.raises(InputError, match=key):
-            config.check_layout(experiment, Layout(pipeline=2))
+            mesh_layout.check_layout(experiment, Layout(pipeline=2))

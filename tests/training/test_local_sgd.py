@@ -14,6 +14,7 @@ from matrices import sampled
 from workload_fixtures import workload
 
 from jaxlm import config
+from jaxlm.config import mesh_layout
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import memory, operations, traffic
 from jaxlm.costs.hardware.target import Target
@@ -223,8 +224,8 @@ def test_what_replicas_do_not_do_is_refused_in_a_line(overrides, line):
 def test_one_replica_is_refused_in_a_line():
     experiment = config.load("quickstart", ["training.local_sgd.period=5"])
     with pytest.raises(InputError, match="trains a replica for each shard of mesh.data, and there is 1: set it to"):
-        config.layout(experiment, 2)
-    assert config.layout(config.load("quickstart", ["training.local_sgd.period=5", "mesh.data=2"]), 2)["data"] == 2
+        mesh_layout.layout(experiment, 2)
+    assert mesh_layout.layout(config.load("quickstart", ["training.local_sgd.period=5", "mesh.data=2"]), 2)["data"] == 2
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,7 @@ from jaxlm.core.extras import install
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jaxlm.config import Experiment
+    from jaxlm.config.experiment import Experiment
     from jaxlm.server.load.bounds import LoadBounds
     from jaxlm.server.load.client import Answered
     from jaxlm.server.load.workload import Load

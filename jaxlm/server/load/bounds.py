@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxlm.config import Experiment
+from jaxlm.config.experiment import Experiment
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.placement import layout_on
 from jaxlm.costs.timing.step_time import step_time

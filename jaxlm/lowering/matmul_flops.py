@@ -23,12 +23,22 @@ def instruction_flops(computation: HloComputation, instruction: HloInstruction) 
         return _convolution(computation, instruction)
     if instruction.opcode == "custom-call" and _CUBLAS.search(instruction.attribute("custom_call_target") or ""):
         return _library_product(computation, instruction)
-    if instruction.opcode == "multiply" and instruction.op_name.endswith("/dot_general"):
-        # For a GPU, XLA writes a product with a vector (attention of one query per key head) as multiply and reduce.
-        # Integers are indices of a TPU's windows.
-        made = instruction.arrays[0]
-        return 2 * made.elements if made.dtype.startswith(("f", "bf")) else 0
+    if instruction.op_name.endswith("/dot_general"):
+        return _with_vector(computation, instruction)
     return 0
+
+
+def _with_vector(computation: HloComputation, instruction: HloInstruction) -> int:
+    """Return the FLOPs of a product with a vector, such as attention of one query per key head, which XLA writes as
+    multiply and reduce. For a TPU the product's name is the second's alone."""
+    if instruction.opcode == "reduce":
+        instruction = computation.operands(instruction)[0]
+        if instruction.op_name.endswith("/dot_general"):
+            return 0
+    if instruction.opcode != "multiply":
+        return 0
+    made = instruction.arrays[0]  # integers are indices of a TPU's windows
+    return 2 * made.elements if made.dtype.startswith(("f", "bf")) else 0
 
 
 def _library_product(computation: HloComputation, instruction: HloInstruction) -> int:

@@ -77,7 +77,7 @@ def gated_delta_rule(
         all are tokens.
       begins: bool [B, T], whether a document begins with a token: its tokens read no state of earlier ones. None: no
         document begins.
-      chunk: the tokens that are computed at once; None: 64, on a CPU 32. "xla" computes one alone without products.
+      chunk: the tokens that are computed at once; None: 64, on a CPU 32.
       implementation: "reference", which takes one token after the other, "xla", "triton" or "mosaic_tpu"; None chooses
         by the chip being lowered for. Kernels want chunks and rows of 16 tokens or more.
 

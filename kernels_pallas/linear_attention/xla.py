@@ -129,6 +129,21 @@ def _decayed(state_BKGHV: jax.Array, document_B1: jax.Array, g_BKG1: jax.Array) 
     return jnp.where(of_document_B, unfused(state_BKGHV * jnp.exp(g_BKG1)[..., None]), 0.0)
 
 
+def _column(x_BK1H: jax.Array) -> jax.Array:
+    """Return one token's vectors as [B, K, 1, H, 1]."""
+    return jnp.swapaxes(x_BK1H, 2, 3)[:, :, None]
+
+
+def _read(state_BKGHV: jax.Array, x_BK1H: jax.Array) -> jax.Array:
+    """Return Sᵀx [B, K, G, 1, V], in float32.
+
+    A product with a vector, which XLA writes as multiplications and sums for GPUs and TPUs, and fuses with what makes
+    the state. A CPU would compute such sums, over the last axis but one, number by number.
+    """
+    x_BKGH = jnp.broadcast_to(x_BK1H, (*state_BKGHV.shape[:3], x_BK1H.shape[3]))
+    return jnp.einsum("BKGH,BKGHV->BKGV", x_BKGH, state_BKGHV, precision="highest")[:, :, :, None]
+
+
 def _delta_token(
     state_BKGHV: jax.Array,
     document_B1: jax.Array,
@@ -138,13 +153,11 @@ def _delta_token(
     g_BKG1: jax.Array,
     beta_BKG1: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute one token, in sums of products number by number: the state is read twice and multiplied in float32."""
+    """Compute one token: the state is read twice."""
     state_BKGHV = _decayed(state_BKGHV, document_B1, g_BKG1)
-    q_BK1H1, k_BK1H1 = (x[:, :, 0, :, None][:, :, None] for x in (q_BK1H, k_BK1H))
-    found_BKG1V = jnp.sum(state_BKGHV * k_BK1H1, axis=3, keepdims=True)
-    change_BKG1V = beta_BKG1[..., None] * (v_BKG1V - found_BKG1V)
-    state_BKGHV += unfused(k_BK1H1 * change_BKG1V)
-    return jnp.sum(state_BKGHV * q_BK1H1, axis=3, keepdims=True), state_BKGHV
+    change_BKG1V = beta_BKG1[..., None] * (v_BKG1V - _read(state_BKGHV, k_BK1H))
+    state_BKGHV += unfused(_column(k_BK1H) * change_BKG1V)
+    return _read(state_BKGHV, q_BK1H), state_BKGHV
 
 
 def _delta_tokens(
@@ -183,10 +196,9 @@ def _state_space_token(
     v_BKG1V: jax.Array,
     g_BKG1: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute one token, in sums of products number by number."""
-    q_BK1H1, k_BK1H1 = (x[:, :, 0, :, None][:, :, None] for x in (q_BK1H, k_BK1H))
-    state_BKGHV = _decayed(state_BKGHV, document_B1, g_BKG1) + unfused(k_BK1H1 * v_BKG1V)
-    return jnp.sum(state_BKGHV * q_BK1H1, axis=3, keepdims=True), state_BKGHV
+    """Compute one token."""
+    state_BKGHV = _decayed(state_BKGHV, document_B1, g_BKG1) + unfused(_column(k_BK1H) * v_BKG1V)
+    return _read(state_BKGHV, q_BK1H), state_BKGHV
 
 
 def _state_space_tokens(

@@ -48,6 +48,25 @@ def test_a_product(line, left, right, expected):
     assert flops(line, left, right) == expected
 
 
+@pytest.mark.parametrize("name", ["multiply.1", "dot_general"])
+def test_a_product_with_a_vector_counts_once(name):
+    """XLA for TPUs gives the product's name to the sum alone."""
+    text = f"""HloModule m
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+ENTRY %main (p: f32[8,12,64]) -> f32[8,64] {{
+  %p = f32[8,12,64] parameter(0)
+  %zero = f32[] constant(0)
+  %both = f32[8,12,64] multiply(%p, %p), metadata={{op_name="jit(f)/{name}"}}
+  ROOT %y = f32[8,64] reduce(%both, %zero), dimensions={{1}}, to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}
+}}
+"""
+    assert loops.program_flops(hlo.parse(text)) == 2 * 8 * 12 * 64
+
+
 def test_loops_in_loops_multiply():
     def inner(x, _):
         return jnp.tanh(x @ x), None

@@ -1,7 +1,8 @@
 """The bytes that a jaxpr moves where a compiler fuses, as XLA does, what is computed number by number.
 
-A value is stored if it is a result of the whole, what a product reads or makes, or a sum. All else is computed in the
-kernels that need it, as often as they do. So each stored value is made by a kernel that reads the stored values that it
+A value is stored if it is a result of the whole, what a product reads or makes, or a sum, as a product with a vector is
+too: XLA for GPUs and TPUs writes it as multiplications and a sum. All else is computed in the kernels that need it, as
+often as they do. So each stored value is made by a kernel that reads the stored values that it
 depends on, each once; of what is only sliced or gathered, the part.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
-from jax.extend.core.primitives import scan_p
+from jax.extend.core.primitives import dot_general_p, scan_p
 
 from jaxlm.costs.jaxpr.cost import Phase
 from jaxlm.costs.jaxpr.count import phase_of
@@ -45,7 +46,24 @@ class _FlatEquation(NamedTuple):
     @property
     def is_alone(self) -> bool:
         """True if its operands and results go through memory."""
-        return self.moved is not None or self.name in _WHOLE or _kind(self.eqn) in ("matmul", "kernel", "collective")
+        is_whole = self.name in _WHOLE or _kind(self.eqn) in ("matmul", "kernel", "collective")
+        return self.moved is not None or (is_whole and not self.is_of_vector)
+
+    @property
+    def is_sum(self) -> bool:
+        """True if it adds many numbers for one of its result, which is stored."""
+        return _kind(self.eqn) == "reduction" or self.is_of_vector
+
+    @property
+    def is_of_vector(self) -> bool:
+        """True of products one of whose operands has batch and contracted axes alone."""
+        if self.eqn.primitive is not dot_general_p:
+            return False
+        sides = zip(*self.eqn.params["dimension_numbers"], strict=True)
+        return any(
+            x.aval.ndim == len(contracted) + len(batched)
+            for x, (contracted, batched) in zip(self.eqn.invars, sides, strict=True)
+        )
 
     @property
     def name(self) -> str:
@@ -76,7 +94,7 @@ def fused_bytes(jaxpr: Jaxpr, phase: Phase = "forward") -> Counter[Phase]:
             moved[step.phase] += sum(x.bytes for x in {*step.operands, *step.results})
         needed = _needed(step, reads, sizes)
         for x in step.results:
-            is_stored = x.index in stored or step.is_alone or _kind(step.eqn) == "reduction"
+            is_stored = x.index in stored or step.is_alone or step.is_sum
             if is_stored and not step.is_alone:
                 moved[step.phase] += x.bytes + sum(needed.values())
             reads[x.index] = Counter({x.index: x.bytes}) if is_stored else needed

@@ -67,7 +67,7 @@ def computation(
     parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     phases: dict[str, float] = defaultdict(float)
     kernels, launches, shortest = 0, 0.0, rates.kernel_s
-    for op, flops in by_kernel(op for op in ops if not _is_scored_again(op)):
+    for op, flops in by_kernel(op for op in ops if not (_is_scored_again(op) or _is_of_pass(op))):
         times, part = op.times, parts[_name(op)]
         seconds, ideal, spread = clock.once(op, flops)
         part[0] += times * seconds
@@ -120,6 +120,13 @@ def _is_scored_again(op: Operation) -> bool:
     """Return whether a backward kernel of attention computes this product again. Its rate counts one such product,
     whatever the kernel does: `_Clock` adds it to the gradients."""
     return bool(op.kernel) and op.kernel.direction == "backward" and op.phase == "rematerialised"
+
+
+def _is_of_pass(op: Operation) -> bool:
+    """Return whether a product, with a vector and without traffic of its own, is computed by the pass that moves its
+    operands, as the reads of a state by one token are."""
+    is_with_vector = op.product is not None and 1 in (op.product.m, op.product.n)
+    return is_with_vector and not (op.kernel or op.least_bytes or op.most_bytes)
 
 
 def _name(op: Operation) -> PartName:

@@ -29,6 +29,7 @@ CASES = {
         2 * MATRIX + ROW,
     ),
     "a product of what is computed": (lambda x, y: (x + 1) @ y, 2 * MATRIX + 3 * MATRIX),
+    "a product with a vector": (lambda x, y: jnp.exp(x + y) @ x[0] + x[1], 2 * MATRIX + ROW + 3 * ROW),
     "a product of what is transposed": (lambda x, y: jnp.exp(x.T @ y), 3 * MATRIX + 2 * MATRIX),
     "a part": (lambda x, y: x[:2] * y[2:4], 3 * 2 * ROW),
     "windows of one array": (lambda x, y: x[1:] * x[:-1] + y[1:], 2 * (MATRIX - ROW) + MATRIX),

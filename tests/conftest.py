@@ -21,6 +21,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # on a chip, compile the programs that
 
 import chex  # noqa: E402
 import jax  # noqa: E402
+import measured_machine  # noqa: E402
 import pytest  # noqa: E402
 import runs  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
@@ -55,13 +56,11 @@ def cache_of_its_own(tmp_path_factory):
     """Keep the tests' caches apart from the user's.
 
     All workers, and processes that tests start, share one JAX cache: a program that one test compiled serves others.
-    They share the measurement of this machine too, which takes 20 s.
+    The calibration of this machine is there.
     """
     folder = tmp_path_factory.getbasetemp()
-    measured = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "measured"
-    measured.mkdir(exist_ok=True)
-    (folder / "cache" / "jaxlm").mkdir(parents=True)
-    (folder / "cache" / "jaxlm" / "hardware").symlink_to(measured)
+    (folder / "cache" / "jaxlm" / "hardware").mkdir(parents=True)
+    measured_machine.keep(folder / "cache" / "jaxlm" / "hardware")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         programs = str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "programs")

@@ -1,6 +1,5 @@
 """Runs in buckets: trained, killed, resumed and read as runs of this machine are, with the same bits."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import time
 
 import bucket_servers
 import jax
+import measured_machine
 import numpy as np
 import pytest
 import runs
@@ -52,13 +52,10 @@ def bucket(request):
 def machine(tmp_path, monkeypatch):
     """Give this process, and those that it starts, a cache of their own, as another machine has it."""
 
-    before = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-
     def move(name):
         hardware = tmp_path / name / "jaxlm" / "hardware"
-        hardware.parent.mkdir(parents=True)
-        if os.path.isdir(f"{before}/jaxlm/hardware"):
-            hardware.symlink_to(f"{before}/jaxlm/hardware")  # the processor is not measured again
+        hardware.mkdir(parents=True)
+        measured_machine.keep(hardware)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
 
     move("machine")

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -135,8 +136,9 @@ def test_a_run_keeps_to_itself_what_can_be_kept_nowhere(monkeypatch, quick, nowh
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", env["XDG_CACHE_HOME"])
             printed = io.StringIO()
+            assert command[:3] == [sys.executable, "-m", "jaxlm"]
             with contextlib.redirect_stdout(printed):
-                status = main(["hardware", "host", "--measure", "--json"])
+                status = main(command[3:])
             return subprocess.CompletedProcess(command, status, printed.getvalue())
 
     monkeypatch.setattr(calibration.subprocess, "run", start)
@@ -145,6 +147,18 @@ def test_a_run_keeps_to_itself_what_can_be_kept_nowhere(monkeypatch, quick, nowh
     calibration.ensure(lines.append)
     assert len(lines) == 1 and "for this attempt alone" in lines[0]
     assert find(HOST).notes and find(HOST).sustained.launches
+
+
+@pytest.mark.exhaustive
+def test_a_run_measures_the_whole_machine_in_a_process_of_its_own(monkeypatch):
+    """At the sizes and in the time that users have."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    lines = []
+    calibration.ensure(lines.append)
+    assert lines == ["measuring this machine, once: jaxlm hardware host shows the figures"]
+    sustained = find(HOST).sustained
+    assert all(rate > 1e6 for kind in (sustained.products, sustained.passes) for each in kind for _, rate in each.rates)
+    assert {each.head_dim for each in sustained.attention} == {16, 32, 128}
 
 
 def test_a_run_measures_once_and_anew_what_is_of_another_version(monkeypatch, quick):

@@ -7,7 +7,8 @@ import pytest
 
 from jaxlm.core import allocator
 
-# Prints the page faults of a call, after two others, of a program with 64 MiB of temporaries.
+# Prints the page faults of calls of a program with 64 MiB of temporaries, up to the first that has few. A thread of XLA
+# frees them, on a busy machine after the next call has allocated its own; at most 32 calls are under way at once.
 PROGRAM = """
 import resource
 from jaxlm.parallel.devices import start
@@ -28,12 +29,15 @@ def faults():
 
 left, right = jnp.zeros((4096, 8)), jnp.ones((8, 4096))
 assert step.lower(left, right).compile().memory_analysis().temp_size_in_bytes >= 2**26
-print(*[faults() for _ in range(6)])
+for _ in range(34):
+    print(found := faults())
+    if found < 2**26 // 4096 // 4:
+        break
 """
 
 
 @pytest.mark.skipif(allocator.platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is set")
 def test_a_call_s_temporaries_are_not_cleared_again_page_by_page():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    first, *later = map(int, run.stdout.split())
-    assert min(later) < 2**26 // 4096 // 4, (first, later)
+    faults = [*map(int, run.stdout.split())]
+    assert faults[-1] < 2**26 // 4096 // 4, faults

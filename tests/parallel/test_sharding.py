@@ -41,19 +41,25 @@ def test_all_ways_to_factor_eight_are_there():
     assert len(MESHES) == 10
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "remat": "full"}], ids=["whole", "microbatches"])
+OPTIONS = {"whole": {}, "microbatches": {"microbatches": 2, "remat": "full"}}
+
+
 @pytest.mark.parametrize(
-    "family, layout",
+    "family, layout, options",
     sampled(
-        [pytest.param(family, layout) for family in ("llama", "gpt2", "latent", "mixture") for layout in LAYOUTS],
         [
-            "gpt2-data 2 × fsdp 2 × tensor 2",
-            "llama-fsdp 2 × context 2 × tensor 2",
-            "mixture-expert 4 × context 2",
-            "llama-pipeline 4 × fsdp 2",
+            pytest.param(family, layout, options, id=f"{family}-{layout}-{name}")
+            for family in ("llama", "gpt2", "latent", "mixture")
+            for layout in LAYOUTS
+            for name, options in OPTIONS.items()
+        ],
+        [
+            "gpt2-data 2 × fsdp 2 × tensor 2-microbatches",
+            "llama-fsdp 2 × context 2 × tensor 2-whole",
+            "mixture-expert 4 × context 2-microbatches",
+            "llama-pipeline 4 × fsdp 2-whole",  # with microbatches in test_pipeline.py
         ],
     ),
-    ids=str,
 )
 def test_losses_and_gradients_are_those_of_one_device(family, layout, options):
     """Rows hold several documents; one device computes the whole batch and keeps all activations."""

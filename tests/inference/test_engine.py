@@ -1,6 +1,7 @@
 """The engine's invariants, to the bit: a request's tokens, and the stream that they are drawn from, are its own."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from matrices import sampled
 
 from jaxlm import api
 from jaxlm.core.errors import InputError
+from jaxlm.inference import programs
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.requests import Request, Sampling
@@ -315,6 +317,22 @@ def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
     assert cancelled
 
 
+@pytest.fixture
+def as_users_compile(monkeypatch):
+    """Compile an engine's programs at XLA's own level. The suite's machine code is made quickly, and has no product
+    and sum in one operation, which is rounded once."""
+    flags = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+        flags["xla_cpu_use_fusion_emitters"] = True
+    compiled = [each for each in vars(programs).values() if hasattr(each, "cache_clear")]
+    for each in compiled:
+        each.cache_clear()
+    monkeypatch.setattr(programs, "_EXACT_ON_CPU", programs._EXACT_ON_CPU | flags)
+    yield
+    for each in compiled:
+        each.cache_clear()
+
+
 RANDOM = [
     pytest.param(family, 300, {"steps_per_dispatch": steps, **sizes})
     for family in ("delta", "mamba2", "mixed")
@@ -331,9 +349,11 @@ RANDOM = [
     ),
     ids=str,
 )
-def test_random_requests_of_recurrent_layers_and_windows_are_served_as_if_alone(family, count, settings):
+def test_random_requests_of_recurrent_layers_and_windows_are_served_as_if_alone(family, count, settings, request):
     """With prefixes that are found, and lost to others; interrupted, and in several steps of a dispatch. Before that
-    the engine checks itself."""
+    the engine checks itself. Long tests run the machine code that users do."""
+    if count == 300:
+        request.getfixturevalue("as_users_compile")
     engine = make(family, **settings)
     assert engine.check()
     cancelled, cached = serve_at_random(engine, count, compared=count if count == 300 else 10)

@@ -56,7 +56,8 @@ def check_texts(
 
 def check_steps(shapes: Sequence[StepShape], lengths: Sequence[int], *, carries_states: bool) -> list[CheckStep]:
     """Return steps of each shape that read the first text alone and among the others, at other rows: as a prompt, and
-    its last token by itself.
+    its last token by itself. Of the others each shape of two rows that decode, or more, reads as many as it can in two
+    steps.
 
     Args:
       lengths: the tokens of each text.
@@ -71,8 +72,9 @@ def check_steps(shapes: Sequence[StepShape], lengths: Sequence[int], *, carries_
         alone = _prompts(shape, {0: lengths[0]}, at_end=True)
         steps += among + alone * (alone != among)
     for shape in shapes:
-        among, alone = dict(zip(range(shape.decode), texts, strict=False)), {shape.decode - 1: 0}
-        for rows in (among, alone)[: 1 + (alone != among)]:
+        among = dict(zip(range(shape.decode), texts, strict=False))
+        rest = dict(zip(range(shape.decode - 1), texts[shape.decode :], strict=False)) | {shape.decode - 1: 0}
+        for rows in (among, rest)[: 1 + (rest != among)]:
             if carries_states:
                 steps += _prompts(tiled[0], {text: lengths[text] - 1 for text in rows.values()})
             last = (CheckRun(row, text, range(lengths[text])[-1:]) for row, text in rows.items())

@@ -36,15 +36,17 @@ def test_each_shape_reads_the_first_text_alone_and_among_others(slots, chunk_tok
         assert len({run.run for run in runs}) == len(runs)
         for run in runs:
             assert (run.run < shape.decode) == (len(run.part) == 1 == lengths[run.text] - run.part.start)
-            assert run.run < shape.runs and run.part.start % TILE == 0 or run.run < shape.decode
-            assert not run.part.start or read[run.text] in (run.part.start, lengths[run.text])
-            assert not carries_states or read[run.text] in {run.part.start} or not run.part.start
+            assert run.run < shape.runs and (run.run < shape.decode or run.part.start % TILE == 0)
+            before = {run.part.start} if carries_states else {run.part.start, lengths[run.text]}
+            assert not run.part.start or read[run.text] in before
             read[run.text] = run.part.stop
         if any(run.text == 0 and run.part.stop == lengths[0] for run in runs):
             beside[shape].append((runs[0].run < shape.decode, len({run.text for run in runs}) > 1))
     for shape, found in beside.items():
-        kinds = {(True, False), (True, True)} if shape.decode > 1 and slots > 1 else {(True, False)}
-        assert {each for each in found if each[0]} == kinds
+        kinds = {True, len(lengths) > shape.decode} if shape.decode > 1 and slots > 1 else {False}
+        assert {is_among for is_decode, is_among in found if is_decode} == kinds
         assert not shape.tiles or (False, False) in found
         assert shape.tiles < 2 or slots == 1 or (False, True) in found
+        last = {run.text for step in steps if step.shape == shape for run in step.runs if run.run < shape.decode}
+        assert last == {*range(len(lengths) if shape.decode > 1 else 1)}
     assert check_steps(shapes, [], carries_states=carries_states) == []

@@ -16,54 +16,69 @@ from jaxlm.costs.published.accuracy import by, is_judged, large_misses
 from jaxlm.costs.published.cases import PUBLISHED, check, read
 from jaxlm.costs.workload import Workload
 
-ROWS = check(PUBLISHED)
-EXPRESSED = [row for row in ROWS if row.counted is not None]
-CLOSED = [row for row in EXPRESSED if not row.measured]
-MEASURED = [row for row in EXPRESSED if row.measured]
-ids = lambda row: row.case.id  # noqa: E731
+pytestmark = pytest.mark.xdist_group("published")  # with test_measured_runs.py: counted once
 
 
-def test_every_case_is_named_once():
-    names = [row.case.id for row in ROWS]
+@pytest.fixture(scope="module")
+def rows(cases):
+    return cases
+
+
+@pytest.fixture(scope="module")
+def expressed(rows):
+    return [row for row in rows if row.counted is not None]
+
+
+@pytest.fixture(scope="module")
+def closed(expressed):
+    return [row for row in expressed if not row.measured]
+
+
+@pytest.fixture(scope="module")
+def measured(expressed):
+    return [row for row in expressed if row.measured]
+
+
+def test_every_case_is_named_once(rows):
+    names = [row.case.id for row in rows]
     assert len(names) == len(set(names)) >= 130
 
 
-@pytest.mark.parametrize("row", CLOSED, ids=ids)
-def test_a_closed_form_holds_or_says_why_not(row):
-    assert not row.off or row.case.why
-    assert row.case.tolerance <= 0.04
+def test_a_closed_form_holds_or_says_why_not(closed):
+    assert closed and not {row.case.id: row.off for row in closed if row.off and not row.case.why}
+    assert not [row.case.id for row in closed if row.case.tolerance > 0.04]
 
 
 @pytest.mark.parametrize("kind", ["parameters", "kv cache", "flops", "mfu", "roofline", "duration"])
-def test_closed_forms_of_the_whole_model_have_no_excuses(kind):
-    assert all(not row.off for row in CLOSED if row.case.of == kind)
+def test_closed_forms_of_the_whole_model_have_no_excuses(kind, closed):
+    assert all(not row.off for row in closed if row.case.of == kind)
 
 
-def test_large_misses_and_no_others_say_why():
-    assert {row.case.id for row in MEASURED if row.case.why} == {row.case.id for row in large_misses(ROWS)}
+def test_large_misses_and_no_others_say_why(rows, measured):
+    assert {row.case.id for row in measured if row.case.why} == {row.case.id for row in large_misses(rows)}
 
 
-def test_nothing_was_measured_faster_than_the_lower_bound():
-    assert not [row.case.id for row in MEASURED if is_judged(row) and row.impossible]
+def test_nothing_was_measured_faster_than_the_lower_bound(measured):
+    assert not [row.case.id for row in measured if is_judged(row) and row.impossible]
 
 
-def test_most_measured_cases_are_near_and_inside():
-    kinds = by(lambda row: row.case.of, [row for row in MEASURED if is_judged(row)])
+def test_most_measured_cases_are_near_and_inside(measured):
+    kinds = by(lambda row: row.case.of, [row for row in measured if is_judged(row)])
     assert kinds["training"].median < 0.12 and kinds["training"].inside >= 0.8
     assert kinds["decode"].median < 0.20
 
 
-def test_pipelines_and_context_are_counted_as_they_ran():
-    by_id = {row.case.id: row for row in ROWS}
+def test_pipelines_and_context_are_counted_as_they_ran(rows):
+    by_id = {row.case.id: row for row in rows}
     assert by_id["llama3.1-405b-h100-512-interleaving"].predicted == pytest.approx(1.304, abs=2e-3)
     assert by_id["mfu-maxtext-10t"].verdict == "inside"
     long = by_id["mfu-llama31-405b-16384-131072"]
     assert long.bracket[0] * 0.71 < long.case.published < long.bracket[1]  # 0.71: without scores that the mask hides
 
 
-def test_the_page_has_the_figures_of_single_runs():
+def test_the_page_has_the_figures_of_single_runs(rows):
     page = " ".join((Path(__file__).parents[3] / "docs" / "ladder.md").read_text().split())
-    by_id = {row.case.id: row for row in ROWS}
+    by_id = {row.case.id: row for row in rows}
     interleaved, long, short, mixture, deepseek, hours = (
         by_id[each]
         for each in (
@@ -90,27 +105,27 @@ def test_the_page_has_the_figures_of_single_runs():
         assert said in page
 
 
-def test_every_source_is_an_address_or_a_closed_form():
+def test_every_source_is_an_address_or_a_closed_form(rows):
     sources = r"https://\S+.*|github:[\w.-]+/[\w.-]+(@\S+)?:\S+.*|arXiv:\d{4}\.\d{5}.*|closed form: .+"
-    assert not [row.case.id for row in ROWS if not re.fullmatch(sources, row.case.source)]
+    assert not [row.case.id for row in rows if not re.fullmatch(sources, row.case.source)]
 
 
-def test_what_is_exact_was_given_no_reason_to_miss():
+def test_what_is_exact_was_given_no_reason_to_miss(closed):
     """A reason that is no longer needed is removed from the file; a miss from a rated peak may come and go."""
-    assert not [row.case.id for row in CLOSED if row.case.why and not row.off and "slip" not in row.case.why]
+    assert not [row.case.id for row in closed if row.case.why and not row.off and "slip" not in row.case.why]
 
 
-def test_every_model_of_the_file_is_used():
+def test_every_model_of_the_file_is_used(rows):
     models = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["models"]
-    used = {row.case.model for row in ROWS} | {model.get("base") for model in models.values()}
+    used = {row.case.model for row in rows} | {model.get("base") for model in models.values()}
     assert set(models) <= used
 
 
-def test_the_command_as_json(capsys):
+def test_the_command_as_json(capsys, rows, expressed, measured):
     assert main(["plan", "--check", str(PUBLISHED), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert len(printed["rows"]) == len(ROWS) and set(printed["median_error"]) == {row.case.of for row in EXPRESSED}
-    judged = sum(is_judged(row) for row in MEASURED)
+    assert len(printed["rows"]) == len(rows) and set(printed["median_error"]) == {row.case.of for row in expressed}
+    judged = sum(is_judged(row) for row in measured)
     assert sum(each["count"] for each in printed["by_kind"].values()) == judged == printed["inside_bracket"]["all"]
     for row in printed["rows"]:
         assert row["verdict"] in ("exact", "within", "misses", "inside", "faster", "slower", "not expressed")
@@ -120,12 +135,12 @@ def test_the_command_as_json(capsys):
             assert low < row["predicted"] < high
 
 
-def test_the_command_as_a_table(capsys):
+def test_the_command_as_a_table(capsys, rows, closed):
     assert main(["plan", "--check", str(PUBLISHED)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     folded = {words[0] + after[0] for words, after in itertools.pairwise(lines) if words and len(after) == 1}
     named = {words[0] for words in lines if words} | folded
-    assert named >= {row.case.id for row in [*CLOSED, *large_misses(ROWS)]}
+    assert named >= {row.case.id for row in [*closed, *large_misses(rows)]}
 
 
 @pytest.mark.parametrize(

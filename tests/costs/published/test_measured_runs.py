@@ -12,10 +12,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.traffic import collectives
 from jaxlm.costs.published.accuracy import Accuracy, by, is_judged, large_misses
 from jaxlm.costs.published.cases import (
-    PUBLISHED,
     CountedCase,
     PublishedCase,
-    check,
     check_runs,
     median_errors,
     misses,
@@ -23,6 +21,8 @@ from jaxlm.costs.published.cases import (
 from jaxlm.costs.published.figures import Range, megatron_flops
 from jaxlm.costs.published.runs import MeasuredRun, NotExpressed, express, read_runs, rule_of, rules
 from jaxlm.parallel.layout import Layout
+
+pytestmark = pytest.mark.xdist_group("published")  # with test_cases.py: counted once
 
 RUNS = read_runs()
 
@@ -286,11 +286,10 @@ def test_each_large_miss_has_one_explanation_and_no_other_run_has(rows):
     assert len(misses()) == len(missed)
 
 
-def test_the_page_has_the_figures_that_are_counted(rows):
+def test_the_page_has_the_figures_that_are_counted(cases, rows):
     """A change of any figure shows in docs/ladder.md, and in README where it is of a kind."""
     root = Path(__file__).parents[3]
     page, readme = (root / "docs" / "ladder.md").read_text(), (root / "README.md").read_text()
-    cases = check(PUBLISHED)
     closed = [row for row in cases if row.counted is not None and not row.measured]
     for kind, median in median_errors(closed).items():
         counted = [row for row in closed if row.case.of == kind]

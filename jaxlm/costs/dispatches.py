@@ -1,5 +1,6 @@
 """The programs that the host starts for a step."""
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.step_shapes import steps_per_dispatch
 
@@ -9,7 +10,7 @@ def steps_together(work: Workload) -> int:
     waits; 1 for others, whose step and draw are two programs."""
     if work.kind != "decode" or work.drafts or not work.is_padded:
         return 1
-    weights = sum(work.itemsize_of(d) * work.stored(d.axes, d.shape) for d in work.parameters.values())
+    weights = sum(work.itemsize_of(d) * local_shapes.stored(work, d.axes, d.shape) for d in work.parameters.values())
     return work.steps_per_dispatch or steps_per_dispatch(weights, work.draws(), work.platform)
 
 

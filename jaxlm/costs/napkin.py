@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted.flops import active_share, napkin_flops
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
@@ -34,7 +35,7 @@ def napkin(work: Workload, target: Target | None) -> Napkin:
     shards = work.layout.over(work.rules.of_parameters)
     stored, unread = 0, 0.0  # on so many devices together
     for path, d in work.parameters.items():
-        numbers = shards * work.stored(d.axes, d.shape) if d.inputs else math.prod(d.shape)
+        numbers = shards * local_shapes.stored(work, d.axes, d.shape) if d.inputs else math.prod(d.shape)
         stored += numbers * (work.itemsize_of(d) if path in work.base or d.dtype else each)
         if work.kind == "decode" and d.of_experts:
             unread += numbers * each * float(1 - active_share(work, path)) ** work.slots

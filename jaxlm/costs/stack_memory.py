@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted.cache import kv_cache
 from jaxlm.costs.counted.drawing import slots_bytes
 from jaxlm.costs.counted.memory import Memory, memory, trained, updated
@@ -56,7 +57,7 @@ def _with_state(once: Memory, work: Workload, stack: Stack) -> Memory:
     """Return the memory of a training step with the state that the stack keeps."""
     if stack.state_bytes is None:
         return once
-    numbers = sum(work.stored(d.axes, d.shape) for d in work.trainable.values())
+    numbers = sum(local_shapes.stored(work, d.axes, d.shape) for d in work.trainable.values())
     more = round(stack.state_bytes * numbers) - _state_bytes(work, numbers)
     return once._replace(optimizer=once.optimizer + more)
 
@@ -64,7 +65,7 @@ def _with_state(once: Memory, work: Workload, stack: Stack) -> Memory:
 def _of_inference(once: Memory, work: Workload, stack: Stack) -> Memory:
     """Return the memory of a step of inference whose matrices, but for tables, and whose cache are as narrow as the
     stack has them. Scales of narrow numbers are not counted."""
-    matrices = sum(work.stored(d.axes, d.shape) for d in work.parameters.values() if d.projection)
+    matrices = sum(local_shapes.stored(work, d.axes, d.shape) for d in work.parameters.values() if d.projection)
     saved = round(matrices * (work.itemsize - stack.weight_bytes(work.itemsize)))
     cache = round(once.kv_cache * stack.cache_share(work.itemsize))
     return once._replace(parameters=once.parameters - saved, kv_cache=cache)

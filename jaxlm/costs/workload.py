@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jaxlm.config import step_sizes
 from jaxlm.config.experiment import Experiment
-from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import parameters
 from jaxlm.costs.draft_models import PlannedDraftModel, planned_draft_model
 from jaxlm.costs.engine_steps import EngineSteps, decode_steps, largest_step, prefill_steps
@@ -32,7 +31,7 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.quantize_config import Quantization
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
-from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, together
+from jaxlm.parallel.rules import RULES, Kind, Rules
 from jaxlm.parallel.ticks import Ticks
 from jaxlm.training.config import (
     AdamWConfig,
@@ -477,67 +476,10 @@ class Workload:
             return shards
         return 1 if self.batch // self.microbatches % shards else shards
 
-    def placed(self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None) -> Placement:
-        """Return the mesh axes with several devices that shard each dimension of an array while a layer computes. With
-        `num_query_heads`, key/value heads include the copies that this number of query heads reads."""
-        return local_shapes.placed(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
-
-    def gathered_over(self, axes: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
-        """Return the mesh axes with several devices over which a parameter is gathered before a layer computes."""
-        return local_shapes.gathered_over(self.rules, self.layout, tuple(axes), tuple(shape))
-
     def several(self, mesh_axes: Iterable[str]) -> tuple[str, ...]:
         """Return those mesh axes that have several devices, each once, outermost first."""
         among = set(mesh_axes)
         return tuple(axis for axis, size in self.layout.items() if size > 1 and axis in among)
-
-    def shards(self, axis: str, size: int) -> int:
-        """Return the number of shards of a dimension while a layer computes, uneven ones too."""
-        return self.layout.over(together(self.placed((axis,), (size,))))
-
-    def shape(
-        self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None
-    ) -> tuple[int, ...]:
-        """Return the shape on one device, while a layer computes, of an array with these logical axes and this shape,
-        which is of a single row. Mesh axes that shard parameters alone are gathered; key/value heads are those of
-        `placed`."""
-        local = local_shapes.local_shape(
-            self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads
-        )
-        return self._with_rows(axes, local, self.rows_by_axis())
-
-    @memoized
-    def rows_by_axis(self) -> dict[str, int]:
-        """Return the rows on one device by their logical axis."""
-        shared = self.row_shards() // self._shards_by_axis()["expert_batch"]
-        return {"batch": self.rows(), "expert_batch": self.rows() * shared, "draws": self.draws()}
-
-    @memoized
-    def _shards_by_axis(self) -> dict[str, int]:
-        """Return the shards of rows by their logical axis."""
-        shards = self.row_shards()
-        shared = self.layout.over(self.rules.over("expert_batch")) if shards > 1 else 1
-        return {"batch": shards, "expert_batch": shared, "draws": shards}
-
-    def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape with one row for each shard of the batch: placements then do not depend on the number of
-        rows."""
-        return self._with_rows(axes, tuple(shape), self._shards_by_axis())
-
-    def _with_rows(self, axes: Sequence[str | None], shape: tuple[int, ...], rows: dict[str, int]) -> tuple[int, ...]:
-        """Return a shape with these numbers of rows along the axes ROWS."""
-        row_axis = next((axis for axis in ROWS if axis in axes), None)
-        if row_axis is None:
-            return shape
-        at = axes.index(row_axis)
-        return (*shape[:at], rows[row_axis], *shape[at + 1 :])
-
-    def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
-        """Return the number of elements of a parameter on one device."""
-        return local_shapes.stored(self.rules, self.layout, tuple(axes), tuple(shape))
-
-
-ROWS = ("batch", "expert_batch", "draws")  # logical axes of rows
 
 
 @functools.lru_cache(maxsize=256)

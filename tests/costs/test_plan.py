@@ -22,6 +22,7 @@ from workload_fixtures import changed, sections_of, workload
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.cache import kv_bytes_per_token
 from jaxlm.costs.counted.flops import flops
@@ -407,7 +408,7 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
     for d in parameters(model).values():
         spec = partition(d.axes, d.shape, mesh)
         parts = math.prod(mesh.shape[axis] for entry in spec if entry for axis in np.atleast_1d(entry))
-        assert work.stored(d.axes, d.shape) == math.prod(d.shape) // parts
+        assert local_shapes.stored(work, d.axes, d.shape) == math.prod(d.shape) // parts
 
 
 def test_what_is_sent():

@@ -7,7 +7,7 @@ import jax
 import model_fixtures
 from workload_fixtures import workload
 
-from jaxlm.costs import search
+from jaxlm.costs import local_shapes, search
 from jaxlm.costs.counted import traffic
 from jaxlm.lowering import collectives, hlo
 from jaxlm.models import tree
@@ -69,14 +69,17 @@ def test_each_device_keeps_its_own_experts_alone():
         workload("train", model, ROWS, model_fixtures.CONTEXT, layout=LAYOUT)
         for model in (model_fixtures.model(), MODEL)
     )
-    stored = {path: mixture.stored(d.axes, d.shape) for path, d in mixture.parameters.items()}
+    stored = {path: local_shapes.stored(mixture, d.axes, d.shape) for path, d in mixture.parameters.items()}
     sizes = {path: math.prod(d.shape) for path, d in mixture.parameters.items()}
     of_experts = [path for path, d in mixture.parameters.items() if "experts" in d.axes]
     assert of_experts and all(stored[path] == sizes[path] // 4 for path in of_experts)
-    assert all(mixture.gathered_over(mixture.parameters[p].axes, mixture.parameters[p].shape) == () for p in of_experts)
+    assert all(
+        local_shapes.gathered_over(mixture, mixture.parameters[p].axes, mixture.parameters[p].shape) == ()
+        for p in of_experts
+    )
     # Elsewhere, and in a dense model, the axis is more of fsdp.
     d = next(d for d in dense.parameters.values() if d.axes[-1] == "embed" or "embed" in d.axes)
-    assert dense.gathered_over(d.axes, d.shape) == ("expert",)
+    assert local_shapes.gathered_over(dense, d.axes, d.shape) == ("expert",)
 
 
 def test_a_search_uses_the_axis_for_mixtures_alone():

@@ -13,6 +13,7 @@ import pytest
 from matrices import sampled
 from workload_fixtures import changed, workload
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.memory import memory
 from jaxlm.lowering import collectives, hlo
@@ -102,7 +103,7 @@ def test_a_step_on_it_is_compiled_to_the_same_collectives(axis, monkeypatch):
     found, held = compiled(rules, make_mesh(mesh))
     assert found == expected and held == bytes_expected
     work = workload("train", MODEL, 16, model_fixtures.CONTEXT, layout=mesh, microbatches=2, own_rules=rules)
-    state = 3 * sum(4 * work.stored(d.axes, d.shape) for d in work.parameters.values())
+    state = 3 * sum(4 * local_shapes.stored(work, d.axes, d.shape) for d in work.parameters.values())
     assert 0 <= held - state < 64  # counts of steps
 
 

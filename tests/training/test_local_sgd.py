@@ -16,6 +16,7 @@ from workload_fixtures import workload
 from jaxlm import config
 from jaxlm.config import mesh_layout
 from jaxlm.core.errors import InputError
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import memory, operations, traffic
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
@@ -195,7 +196,7 @@ def test_a_plan_counts_the_outer_step_and_what_replicas_keep():
     local = replace(whole, local_sgd=LocalSGDConfig(period=10))
     plans = [plan(each, target) for each in (whole, local)]
     assert plans[0].flops == plans[1].flops
-    numbers = sum(whole.stored(d.axes, d.shape) for d in whole.parameters.values())
+    numbers = sum(local_shapes.stored(whole, d.axes, d.shape) for d in whole.parameters.values())
     kept = [memory.trained(each.work).optimizer for each in plans]
     assert kept[1] - kept[0] == 8 * numbers
     row = plans[1].row()["outer_step"]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted.collective import Collective
 from jaxlm.costs.workload import Workload
 from jaxlm.models.logical_axes import RESIDUAL
@@ -19,7 +20,7 @@ class SlotNumbers(NamedTuple):
 
 def residual_bytes(work: Workload) -> int:
     """Return the bytes of the residual of a microbatch on one device, as it passes between stages."""
-    return work.itemsize * math.prod(work.shape(RESIDUAL, (1, work.sequence, work.model.d_model)))
+    return work.itemsize * math.prod(local_shapes.local_shape(work, RESIDUAL, (1, work.sequence, work.model.d_model)))
 
 
 def kept_bytes(work: Workload) -> int:
@@ -37,8 +38,8 @@ def slot_numbers(work: Workload) -> SlotNumbers:
     for path, d in work.parameters.items():
         if path.startswith(staged.path) and d.inputs and path not in work.base:
             slots = (staged.slots * work.stages * work.rounds, *d.shape[1:])
-            stored += work.stored(d.axes, d.shape)
-            in_slots += work.stored(d.axes, slots)
+            stored += local_shapes.stored(work, d.axes, d.shape)
+            in_slots += local_shapes.stored(work, d.axes, slots)
     return SlotNumbers(stored, in_slots)
 
 

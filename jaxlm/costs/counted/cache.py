@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted.parameters import slots
 from jaxlm.costs.draft_steps import draft_reading
 from jaxlm.costs.workload import Workload
@@ -55,7 +56,7 @@ def _page_layout(
 
 def _page_numbers(work: Workload, slot: Slot) -> int:
     """Return the number of elements on one device of a page of a slot: of the page's tokens, or of one state."""
-    return math.prod(work.shape(slot.axes, slot.shape)) * (work.page if slot.per == "token" else 1)
+    return math.prod(local_shapes.local_shape(work, slot.axes, slot.shape)) * (work.page if slot.per == "token" else 1)
 
 
 def entry_bytes(work: Workload) -> Iterator[tuple[int, int]]:
@@ -65,7 +66,8 @@ def entry_bytes(work: Workload) -> Iterator[tuple[int, int]]:
     for entry in page_layout(work).entries:
         for _, slot in entry.slots:
             if slot.per == "token":
-                yield layers[entry.name], math.prod(work.shape(slot.axes, slot.shape)) * _itemsize(work, slot)
+                numbers = math.prod(local_shapes.local_shape(work, slot.axes, slot.shape))
+                yield layers[entry.name], numbers * _itemsize(work, slot)
 
 
 def kv_bytes_per_token(work: Workload) -> int:

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Set
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.memoized import memoized_in
-from jaxlm.costs.workload import ROWS, Workload
+from jaxlm.costs.workload import Workload
 from jaxlm.models.doors.cost import DoorCost, Local, LocalArray
 from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.rules import Placement, together
@@ -135,7 +136,7 @@ class DeviceStep:
 
     def _local_arrays(self, placed: Iterable[_PlacedArray]) -> tuple[LocalArray, ...]:
         """Return arrays on this device, for the rows of a microbatch."""
-        numbers, trained, dtypes, arrays = self.work.rows_by_axis(), self.trained, self._dtypes, []
+        numbers, trained, dtypes, arrays = local_shapes.rows_by_axis(self.work), self.trained, self._dtypes, []
         for value, shape, rows, dtype, sharded in placed:
             if rows is not None:
                 axis, at = rows
@@ -153,9 +154,9 @@ class DeviceStep:
         work, heads = self.work, use.num_query_heads
 
         def place(value: int, axes: Axes, shape: tuple[int, ...], dtype: str | None) -> _PlacedArray:
-            sharded = tuple(map(bool, work.placed(axes, shape, heads)))
-            rows = next(((axis, axes.index(axis)) for axis in ROWS if axis in axes), None)
-            return _PlacedArray(value, work.shape(axes, shape, heads), rows, dtype, sharded)
+            sharded = tuple(map(bool, local_shapes.placed(work, axes, shape, heads)))
+            rows = next(((axis, axes.index(axis)) for axis in local_shapes.ROWS if axis in axes), None)
+            return _PlacedArray(value, local_shapes.local_shape(work, axes, shape, heads), rows, dtype, sharded)
 
         operands = zip(use.operands, use.marker.operands, use.shapes, use.dtypes, strict=True)
         results = zip(use.results, use.marker.results, use.result_shapes, use.result_dtypes, strict=True)
@@ -177,14 +178,14 @@ class DeviceStep:
         axes: tuple[str, ...] = ()
         size = 0
         if (i := self.recording.weights.get(key)) is not None:
-            axes = self.work.gathered_over(use.marker.operands[i], use.shapes[i])
+            axes = local_shapes.gathered_over(self.work, use.marker.operands[i], use.shapes[i])
             size = self.local(use).operands[i].bytes
         self.answers_on_mesh[key] = axes, size
         return axes, size
 
     def placed(self, use: RecordedOp, index: int) -> Placement:
         """Return the mesh axes that shard each dimension of an operand as the door reads it."""
-        return self.work.placed(use.marker.operands[index], use.shapes[index], use.num_query_heads)
+        return local_shapes.placed(self.work, use.marker.operands[index], use.shapes[index], use.num_query_heads)
 
     def contracted_over(self, use: RecordedOp) -> tuple[str, ...]:
         """Return the mesh axes that shard a door's contracted dimensions: the result is summed over these axes."""
@@ -233,7 +234,7 @@ class DeviceStep:
         size = dict(zip(use.marker.operands[product.weight], use.shapes[product.weight], strict=True)).get(
             "kv_heads", 0
         )
-        return size if size % self.work.shards("act_heads", use.num_query_heads) else 0
+        return size if size % local_shapes.shards(self.work, "act_heads", use.num_query_heads) else 0
 
 
 # Results that steps with the same local computation share, for the many steps of a search. A door's key is its first

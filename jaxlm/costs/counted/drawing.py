@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.ragged_step import DrawRows, SlotState, draw
@@ -57,7 +58,7 @@ def _traced(rows: int, vocabulary: int, how: Sampling, platform: str) -> DrawWor
 def logits_bytes(work: Workload) -> tuple[int, int]:
     """Return the bytes of float32 logits that a step gives on one device, and those of the gathered logits that a draw
     reads there."""
-    here = work.shape(("draws", "act_vocab"), (1, work.model.vocab_size))
+    here = local_shapes.local_shape(work, ("draws", "act_vocab"), (1, work.model.vocab_size))
     return 4 * math.prod(here), 4 * work.draws() * work.model.vocab_size
 
 

@@ -7,6 +7,7 @@ reduced. Where XLA keeps them was read from its programs (`jaxlm.lowering.buffer
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.layer_memory import LayerPeak, forward
 from jaxlm.costs.counted.operations import run_again
@@ -66,7 +67,9 @@ def _laid_out_in_loops(
             if set(first).isdisjoint(over):
                 paths.add(recording.parameter(use))
     parameters = work.parameters
-    return {path: work.itemsize * work.stored(parameters[path].axes, parameters[path].shape) for path in paths}
+    return {
+        path: work.itemsize * local_shapes.stored(work, parameters[path].axes, parameters[path].shape) for path in paths
+    }
 
 
 def reused(device: DeviceStep, copies: Mapping[str, int], gradients: Collection[str]) -> Reused:

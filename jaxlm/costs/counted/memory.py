@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import drawing, gathered_memory, layer_memory, operations, parameters, written_out
 from jaxlm.costs.counted.between_stages import kept_bytes, slot_numbers
 from jaxlm.costs.counted.cache import kv_cache
@@ -239,7 +240,7 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     """Yield the memory of an engine step at its largest layer and of the draw after it, beside all weights, pages and
     slots, and with the step's results: logits, and the float32 normalised residual before the unembedding."""
     work, recording = device.work, device.recording
-    weights = sum(work.itemsize_of(d) * work.stored(d.axes, d.shape) for d in work.parameters.values())
+    weights = sum(work.itemsize_of(d) * local_shapes.stored(work, d.axes, d.shape) for d in work.parameters.values())
     layers = (layer_memory.forward(device, layer, False).bytes for layer in range(len(recording.layers)))
     unembedding = next(use for use in reversed(recording.uses) if device.cost(use).workspace.forward)
     results = device.cost(unembedding).workspace.forward + 4 * device.local(unembedding).operands[0].numbers

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import drawing, parameters
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.layer_stacks import stack_copies
@@ -346,7 +347,7 @@ def _optimizer(work: Workload) -> tuple[Operation, ...]:
 
 
 def _optimizer_operations(work: Workload) -> Iterator[Operation]:
-    stored = {path: work.stored(d.axes, d.shape) for path, d in work.trainable.items()}
+    stored = {path: local_shapes.stored(work, d.axes, d.shape) for path, d in work.trainable.items()}
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
     gradient = 4 if work.accumulates else work.itemsize
     working = work.itemsize if work.dtype != "float32" else 0

@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import cache, drawing
 from jaxlm.costs.counted.between_stages import between_stages
 from jaxlm.costs.counted.collective import Collective
@@ -45,7 +46,7 @@ def _collectives(work: Workload) -> tuple[Collective, ...]:
 
 def _draws(work: Workload) -> Iterator[Collective]:
     """Yield the gathering of the logits before each draw, and of what is drawn on all shards after it."""
-    over = together(work.placed(("act_vocab",), (work.model.vocab_size,)))
+    over = together(local_shapes.placed(work, ("act_vocab",), (work.model.vocab_size,)))
     yield Collective("all-gather", over, work.passes, drawing.logits_bytes(work)[1], DRAWS)
     shards = work.several(work.rules.over("batch"))
     yield Collective("all-gather", shards, work.passes, drawing.drawn_bytes(work), DRAWS)
@@ -175,7 +176,7 @@ def _adapters(device: DeviceStep) -> Iterator[Collective]:
         if product is None or use.operands[0] in relayed or not device.trains(use):
             continue
         times, rows = device.runs(use) * use.times, together(device.placed(use, 0))
-        stored = work.placed(use.marker.operands[product.weight], use.shapes[product.weight])
+        stored = local_shapes.placed(work, use.marker.operands[product.weight], use.shapes[product.weight])
         outputs = tuple(axis for axis in together(stored) if axis not in rows)  # devices have parts of the result
         if outputs:
             yield Collective("all-reduce", outputs, times, device.local(use).operands[0].bytes, "adapters")
@@ -196,10 +197,10 @@ def _copies(device: DeviceStep) -> Iterator[Collective]:
         shared = [use for use in uses if device.copied_heads(use)]
         groups: Counter[tuple[int, tuple[str, ...]]] = Counter()
         for use in shared:
-            key = device.copied_heads(use), together(work.placed(("act_heads",), (use.num_query_heads,)))
+            key = device.copied_heads(use), together(local_shapes.placed(work, ("act_heads",), (use.num_query_heads,)))
             for i, value in enumerate(use.operands[1:], 1):
                 if recording.parameters[value] not in work.frozen:
-                    groups[key] += work.itemsize * work.stored(use.marker.operands[i], use.shapes[i])
+                    groups[key] += work.itemsize * local_shapes.stored(work, use.marker.operands[i], use.shapes[i])
         for (kv_heads, axes), gradient_bytes in groups.items():
             shards = work.layout.over(axes)
             one, times = gradient_bytes // kv_heads, device.runs(shared[0]) * shared[0].times
@@ -218,7 +219,7 @@ def _sums(work: Workload) -> Iterator[Collective]:
     left to compute behind their sum.
     """
     leaves = work.parameters.items()
-    stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
+    stored = sum(local_shapes.stored(work, d.axes, d.shape) for path, d in leaves if path not in work.frozen)
     wide = 4 if work.accumulates else work.itemsize
     waits = int(work.accumulates or work.execution.scan_layers is not False)
     over = work.several(work.rules.replicas)
@@ -228,7 +229,7 @@ def _sums(work: Workload) -> Iterator[Collective]:
 def _outer_step(work: Workload) -> Iterator[Collective]:
     """Yield the sum of the parameters of all replicas of local SGD, once in each period. All that follows waits."""
     leaves = work.parameters.items()
-    stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
+    stored = sum(local_shapes.stored(work, d.axes, d.shape) for path, d in leaves if path not in work.frozen)
     over = work.several(work.rules.replicas)
     yield Collective("all-reduce", over, 1 / work.local_sgd.period, 4 * stored, OUTER)
 
@@ -269,8 +270,8 @@ def _residual(device: DeviceStep) -> Iterator[Collective]:
         # Its logical axes scattered and gathered, the mesh axes that shard it so, and those that it is gathered over.
         marker = use.marker
         ends = (marker.operands[0], marker.results[0]) if cost.relays else (marker.results[0], cost.contracted_rows)
-        whole = work.itemsize * math.prod(work.shape(ends[1], use.result_shapes[0]))
-        before, after = (together(work.placed(axes, use.result_shapes[0])) for axes in ends)
+        whole = work.itemsize * math.prod(local_shapes.local_shape(work, ends[1], use.result_shapes[0]))
+        before, after = (together(local_shapes.placed(work, axes, use.result_shapes[0])) for axes in ends)
         over = tuple(axis for axis in before if axis not in after)
 
         def sums(axes: tuple, scatters: bool, n: int, hidden: bool, whole: int = whole, over: tuple = over) -> None:
@@ -303,7 +304,7 @@ def _operands(device: DeviceStep) -> Iterator[Collective]:
             if each.among is not None:
                 over = work.several(work.rules.over(each.among))
             else:
-                before = together(work.placed(each.axes, use.shapes[each.operand], use.num_query_heads))
+                before = together(local_shapes.placed(work, each.axes, use.shapes[each.operand], use.num_query_heads))
                 over = tuple(axis for axis in before if axis not in together(device.placed(use, each.operand)))
             reruns = use.layer is not None and not again.isdisjoint(use.results)
             forward = use.times * (1 + reruns) + runs_again_on_stage(device, use)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.operations import Operation
 from jaxlm.costs.dispatches import dispatches, engine_turns
@@ -235,7 +236,7 @@ def pipelined(work: Workload, target: Target, stack: Stack) -> StepTime:
     wait = pipeline.bubble(work.microbatches) * computed
     parts["pipeline bubble"] = Part(wait, 0.0, 0.1 * wait)
     network, rates = Network(target, {"stage": pipeline.stages, **work.layout}), sustained(target.chip)
-    activations = work.itemsize * math.prod(work.shape(RESIDUAL, (1, work.sequence, model.d_model)))
+    activations = work.itemsize * math.prod(local_shapes.local_shape(work, RESIDUAL, (1, work.sequence, model.d_model)))
     once = sustained_time(network, rates, stack, "collective-permute", activations, ("stage",))
     parts["exposed sends between stages"] = once.times(2 * (pipeline.stages - 1) * pipeline.chunks)
     bounds = _Bounds(*map(mean, ("compute", "memory", "lower_bound", "collectives")))

@@ -9,6 +9,7 @@ import pytest
 
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted.traffic import collectives
 from jaxlm.costs.published.accuracy import Accuracy, by, is_judged, large_misses
 from jaxlm.costs.published.cases import (
@@ -96,7 +97,7 @@ def test_context_parallelism_that_copies_parameters_sums_their_gradients_once_a_
         express_one(parallel={"cp": 4, "dp": 2, **zero}, global_batch=16).work for zero in ({}, {"zero": 1})
     )
     assert sharded.layout == copied.layout == Layout(data=2, context=4) and copied.microbatches == 4
-    numbers = sum(copied.stored(d.axes, d.shape) for d in copied.parameters.values())
+    numbers = sum(local_shapes.stored(copied, d.axes, d.shape) for d in copied.parameters.values())
     assert numbers == copied.trainable_numbers > sharded.trainable_numbers / 3
     (gradients,) = (each for each in collectives(copied) if each.axes == ("data", "context"))
     assert (gradients.kind, gradients.times, gradients.bytes) == ("all-reduce", 1, 4 * numbers)
@@ -190,7 +191,7 @@ def test_expert_parallelism_leaves_all_but_the_experts_whole():
     assert work.layout == Layout(data=2, expert=4) and work.microbatches == 2
     of_experts = {path for path, each in work.parameters.items() if "experts" in each.axes}
     assert of_experts and all(
-        work.stored(each.axes, each.shape) * (4 if path in of_experts else 1) == math.prod(each.shape)
+        local_shapes.stored(work, each.axes, each.shape) * (4 if path in of_experts else 1) == math.prod(each.shape)
         for path, each in work.parameters.items()
     )
     (row,) = check_runs([a_run(dims=a_run().dims | MIXTURE, parallel=parallel, precision="fp8")])

@@ -8,6 +8,7 @@ from workload_fixtures import changed, workload
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
+from jaxlm.costs import local_shapes
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.collective import Collective
 from jaxlm.costs.hardware.network import Network
@@ -130,7 +131,7 @@ def test_a_plan_of_a_pipeline_has_a_mesh_for_each_stage():
     whole, stages = plan(WORK, TARGET), plan(WORK, Target.parse("h100-sxm5:32"), stack)
     assert stages.memory.optimizer < 0.4 * whole.memory.optimizer  # each stage counts the tables
     heavier = plan(WORK, TARGET, Stack(state_bytes=18))
-    state = sum(WORK.stored(d.axes, d.shape) for d in WORK.trainable.values())
+    state = sum(local_shapes.stored(WORK, d.axes, d.shape) for d in WORK.trainable.values())
     assert heavier.memory.total - whole.memory.total == 2 * state  # 16 bytes are jaxlm's own
     with pytest.raises(InputError, match="has 8 devices for each of 4 stages"):
         plan(WORK, TARGET, stack)

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.nested_maps import without_loss
 from jaxlm.parallel.partition import constrain, mesh_around, rules_around
 from jaxlm.parallel.ticks import Ticks, TickSpan
 from kernels_pallas.core import target
@@ -88,14 +90,22 @@ def gradients(
       axes: the logical axes of what passes between stages.
       weight_axes: those of each outer weight, and of each stacked one that has a gradient.
     """
-    return _Pipeline(model, outer, stack, rows, microbatches, axes).gradients(weight_axes)
+
+    def run(more_maps: int, outer: Tree, stack: tuple[Tree, Tree], rows: Tree) -> tuple[Totals, tuple[Tree, Tree]]:
+        return _Pipeline(model, outer, stack, rows, microbatches, axes, more_maps).gradients(weight_axes)
+
+    return without_loss(run, outer, stack, rows)
 
 
 def forward(
     model: Model, outer: Tree, stack: tuple[Tree, Tree], rows: Tree, microbatches: int, axes: Sequence[str | None]
 ) -> Tree:
     """Return the sums of `leave` after a forward pass alone; the arguments are those of `gradients`."""
-    return _Pipeline(model, outer, stack, rows, microbatches, axes).forward()
+
+    def run(more_maps: int, outer: Tree, stack: tuple[Tree, Tree], rows: Tree) -> Tree:
+        return _Pipeline(model, outer, stack, rows, microbatches, axes, more_maps).forward()
+
+    return without_loss(run, outer, stack, rows)
 
 
 class _Passing(NamedTuple):
@@ -120,9 +130,13 @@ class _Sums(NamedTuple):
 
 
 class _Pipeline:
-    def __init__(self, model: Model, outer: Tree, stack: Tree, rows: Tree, microbatches: int, axes: Sequence):
+    """`more_maps`: maps within that of each part of a tick which compute nothing (`without_loss`)."""
+
+    def __init__(
+        self, model: Model, outer: Tree, stack: Tree, rows: Tree, microbatches: int, axes: Sequence, more_maps: int
+    ):
         self._model, self._outer, self._stack, self._rows = model, outer, stack, rows
-        self._M, self._S, self._axes = microbatches, stages_around(), axes
+        self._M, self._S, self._axes, self._more_maps = microbatches, stages_around(), axes, more_maps
         (self._mesh_axis,) = rules_around().over(STACKED)
         self._ticks = Ticks(self._S, self._M, len(jax.tree.leaves(stack)[0]))
 
@@ -345,6 +359,8 @@ class _Pipeline:
         )
 
         def on_stage(stage: jax.Array, *operands: Any) -> Any:
+            for _ in range(self._more_maps):
+                stage = on_each_device(jnp.copy, (stage, (None,)))
             return function(stage[0], *operands)
 
         # check_vma=False: kernels inside know of no other way.

@@ -280,8 +280,9 @@ def gathered(events):
 
 
 def serve_at_random(engine, count, compared=None, seed=7):
-    """Serve random requests, some of which go on from the texts of others or are cancelled, and compare each with the
-    same request alone, without a prefix. Return the ids that were cancelled and the prompts' tokens that were found."""
+    """Serve random requests, some of which go on from the texts of others, are cancelled or finished, and compare each
+    with the same request alone, without a prefix. Return the ids that were cancelled or finished, and the prompts'
+    tokens that were found."""
     draw, asked, found, cancelled = np.random.default_rng(seed), {}, {}, set()
     texts, turns, cached = draw.integers(0, model_fixtures.VOCABULARY, (3, 95)).tolist(), [], 0
     while len(asked) < count or not engine.is_idle:
@@ -293,7 +294,7 @@ def serve_at_random(engine, count, compared=None, seed=7):
         going = [id for id in asked if id not in cancelled and not (found[id] and found[id][-1].end)]
         if going and draw.random() < 0.05:
             cancelled.add(id := int(draw.choice(going)))
-            engine.cancel(id)
+            (engine.finish if id % 2 else engine.cancel)(id)
         for event in engine.step():
             found[event.id].append(event)
             if event.end:
@@ -338,6 +339,10 @@ RANDOM = [
     for family in ("delta", "mamba2", "mixed")
     for steps in (1, 4)
     for sizes in ({"pages": PAGES}, {"pages": 60, "state_interval": None if family == "mixed" else 64})
+]
+RANDOM += [
+    pytest.param(family, 300, {"quantize": quantize, "pages": 60, "state_interval": 64})
+    for family, quantize in (("delta", "w8a8"), ("mamba2", "int8"))
 ]
 
 

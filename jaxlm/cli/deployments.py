@@ -173,9 +173,10 @@ def _best(best: "Deployment") -> TextTable:
     table.add("each token", bracketed("tpot"))
     table.add("steps", f"{service.decoding:,.1f} sequences decode in each; {service.mixed:.0%} read prompts as well")
     rate = best.replicas * service.rate
+    requests = f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
     table.add(
         "rate",
-        f"{rate:,.3g} requests/s; {best.output_tokens_per_s:,.0f} tokens/s out, "
+        f"{requests} requests/s; {best.output_tokens_per_s:,.0f} tokens/s out, "
         f"{rate * (best.demand.prompt + best.demand.output):,.0f} in and out",
     )
     usd, each = best.usd_per_million_output_tokens, best.usd_per_million_tokens

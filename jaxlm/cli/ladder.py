@@ -19,8 +19,8 @@ def show(rungs: dict[str, Any]) -> None:
     table = TextTable([*names(""), *numbers(*rows)])
     table.add("FLOPs of a step", *(or_dash(rungs[name]["flops"], "{:.4g}".format) for name in rows))
     table.add("step", *(or_dash(rungs[name]["step_s"], seconds) for name in rows))
-    bracket = rungs["counted"]["bracket_s"]
-    table.add("within", "", or_dash(bracket, lambda bounds: " to ".join(map(seconds, bounds))), "")
+    if bracket := rungs["counted"]["bracket_s"]:
+        table.add("within", "", " to ".join(map(seconds, bracket)), "")
     table.add("memory", *(or_dash(rungs[name]["memory_bytes"], memory) for name in rows))
     table.add("MFU", "", "", or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
     table.print(sys.stderr)

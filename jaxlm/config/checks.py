@@ -74,7 +74,7 @@ def check_state_interval(experiment: Experiment) -> None:
         return
     if not any(block.attention.carries_states for block in experiment.model.layers):
         raise InputError(
-            f"inference.state_interval = {interval} is of recurrent layers, which the model has not; leave it out"
+            f"inference.state_interval = {interval} is of recurrent layers, and this model has none; leave it out"
         )
     if interval % page:
         raise InputError(

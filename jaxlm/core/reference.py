@@ -138,7 +138,8 @@ def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Literal:
         return " | ".join(map(json.dumps, arguments))
     if origin is tuple:
-        return f"list of {_type(arguments[0])}s"
+        kind, *bounds = _type(arguments[0]).split(" ", 1)
+        return " ".join([f"list of {kind}s", *bounds])
     ends: dict[bool, str] = {}  # of several bounds at one end the outer one counts
     for constraint in constraints:
         if type(constraint) in _SIGNS:

@@ -18,6 +18,9 @@ from jaxlm.lowering.matmul_flops import instruction_flops
 
 # Opcodes whose result has the value of their first operand.
 _VIEWS = set("bitcast reshape convert copy copy-start copy-done opt-barrier optimization-barrier domain".split())
+# XLA's own loops over the rows of experts, whose number is that of the tokens that chose each.
+_TILES = re.compile(r"tiles_of_\d+_rows")
+_OF_EXPERTS = ': take execution.kernels = "auto" on a GPU or a TPU, whose kernels for experts can be'
 _COUNTED = re.compile(r"dot$|convolution$|all-|reduce-scatter|collective-")
 
 _HOLDS = {
@@ -246,7 +249,7 @@ def _trips_of(site: _CallSite, instruction: HloInstruction) -> int | Fraction:
         of = scope(instruction.op_name) or site.program.source(instruction) or "of unknown scope"
         raise InputError(
             f"the compiled program does not show how often its loop {instruction.name} ({of}) runs, so the products, "
-            "kernels and collectives in it cannot be counted"
+            f"kernels and collectives in it cannot be counted{_OF_EXPERTS if _TILES.search(of) else ''}"
         )
     return 1
 

@@ -83,7 +83,7 @@ class RunWeights:
         kept = self.run.quantized
         if kept is not None and request.quantized != kept:
             cannot = "widened" if request.quantized is None else f"rounded to {request.quantized}"
-            raise InputError(f"{self.run} is kept in {kept}, and cannot be {cannot}; take what it is made of")
+            raise InputError(f"{self.run} is kept in {kept}, and cannot be {cannot}; take the model that was quantised")
         if kept is not None or request.quantized is None:
             return self.restore_tree(model_tree.abstract(request.model, quantized=kept)[1], request)
         # As it is stored, so that numbers are rounded once.

@@ -98,7 +98,7 @@ class _ServiceCollector(Collector):
             "group_found_prompt_tokens": ("found", "Tokens of prompts that the cache of a group of layers had."),
             "group_lacked_prompt_tokens": (
                 "lacked",
-                "Tokens of prompts that were read anew because this group alone had them not.",
+                "Tokens of prompts that were read again because this group alone lacked them.",
             ),
         }
         for name, (count, meaning) in by_group.items():

@@ -52,6 +52,7 @@ def test_the_keys_of_every_configuration_are_among_them(file):
         ("model.attention.head_dim", "integer > 0", "model.d_model / num_heads"),
         ("model.norm.kind", '"rms" | "layer"', '"rms"'),
         ("model.feed_forward.gated", "true | false", "true without `activation`, false with one"),
+        ("model.attention.time_limits", "list of numbers ≥ 0", "none"),
         ("optimizer.groups", "list of tables", "[]"),
         ("optimizer.groups[].pattern", "string", "required"),
         ("data.sources.NAME.field", "string", "data.field"),

@@ -64,11 +64,11 @@ def test_a_quantised_model_continues_texts_and_is_measured(folder, kept, capsys)
 
 def test_what_would_change_a_kept_form_is_refused(folder, kept, tmp_path, capsys):
     prompt = "--prompt", "Once"
-    assert f"{kept} is kept in int8, and cannot be rounded to fp8; take what it is made of" in refused(
+    assert f"{kept} is kept in int8, and cannot be rounded to fp8; take the model that was quantised" in refused(
         capsys, "generate", kept, "--quantize", "fp8", *prompt
     )
     widened = refused(capsys, "export", kept, tmp_path / "exported")
-    assert widened.endswith(f"{kept} is kept in int8, and cannot be widened; take what it is made of")
+    assert widened.endswith(f"{kept} is kept in int8, and cannot be widened; take the model that was quantised")
     both = refused(capsys, "generate", kept, "--quantize", "int8", "execution.quantize=int8", *prompt)
     assert "--quantize and execution.quantize are one setting; give one of them" in both
     assert "--group is not of w8a8" in refused(

@@ -108,7 +108,7 @@ def test_states_that_could_not_be_kept_are_refused():
     assert said in refusal(recurrent, "inference.state_interval=300")
     for override, every in (("inference.state_interval=384", 384), ("inference.page=96", 576)):
         assert load(SMALL, [recurrent, override]).inference.settings().states_every == every
-    said = "inference.state_interval = 512 is of recurrent layers, which the model has not; leave it out"
+    said = "inference.state_interval = 512 is of recurrent layers, and this model has none; leave it out"
     assert said in refusal("inference.state_interval=512")
 
 

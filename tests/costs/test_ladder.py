@@ -90,13 +90,15 @@ def test_whether_the_measured_step_lies_in_the_bracket_is_said(on_this_machine):
     assert ladder(on_this_machine, metrics(2 * time.upper_bound))["inside"] is False
 
 
-def test_emulated_devices_have_a_peak_and_no_links(on_this_machine):
+def test_emulated_devices_have_a_peak_and_no_links(on_this_machine, capsys):
 
     many = counted(changed(WORK, layout=meshes.layout(2, 2, 2)), meshes.make(2, 2, 2))
     assert many.time is None and gap(many, metrics(0.1), 0.1) == {}
     assert many.mfu(1.0) == pytest.approx(on_this_machine.mfu(1.0))
     assert many.napkin.memory_bytes == on_this_machine.napkin.memory_bytes // 4  # data replicates them
-    assert ladder(many, metrics(0.1))["inside"] is None
+    rungs = ladder(many, metrics(0.1))
+    show(rungs)
+    assert rungs["inside"] is None and "within" not in capsys.readouterr().err
 
 
 def test_a_machine_that_is_not_known_still_has_flops_and_memory(monkeypatch, tmp_path):

@@ -47,6 +47,7 @@ def program(
     test: str = "compare(%i, %end), direction=LT",
     limit: str = "copy(%k)",
     work: str = DOT,
+    scope: str = "layers",
 ) -> hlo.HloProgram:
     """Return a program with a loop: `work` is what each trip does, all others are the counter's arithmetic."""
     return hlo.parse(f"""HloModule m
@@ -77,7 +78,7 @@ ENTRY %main (x: f32[8,8], n: s32[]) -> f32[8,8] {{
   %nine = s32[] constant(9)
   %start = s32[] {start}
   %t = {STATE} tuple(%start, %x, %nine)
-  %loop = {STATE} while(%t), condition=%condition, body=%body, metadata={{op_name="jit(f)/layers/while"}}
+  %loop = {STATE} while(%t), condition=%condition, body=%body, metadata={{op_name="jit(f)/{scope}/while"}}
   ROOT %y = f32[8,8] get-tuple-element(%loop), index=1
 }}
 """)
@@ -139,6 +140,12 @@ def test_nothing_is_counted_by_a_guess(written):
             count(program(work=work, **written))
     # It may depend on data if nothing in it is counted.
     assert loops.times(program(work="f32[8,8] negate(%x)", **written))["body"] == 1
+
+
+def test_a_loop_over_rows_of_experts_names_the_kernels_that_take_its_place():
+    found = program(start="copy(%n)", scope="layers/feed_forward/up/tiles_of_256_rows")
+    with pytest.raises(InputError, match=r'tiles_of_256_rows\) runs.*: take execution.kernels = "auto" on a GPU'):
+        loops.program_flops(found)
 
 
 @pytest.mark.parametrize(

@@ -44,4 +44,13 @@ def make_mesh(layout: Layout = Layout(), devices: Sequence | None = None) -> Mes
 
 
 def _mesh(devices: np.ndarray) -> Mesh:
-    return Mesh(devices, tuple(Layout()), axis_types=(AxisType.Auto,) * devices.ndim)
+    """Return the mesh of devices that are arranged by `Layout`, as many along each of its axes.
+
+    Where there are stages, `data` is the first of its axes: the gradients of all stages are summed over `data` in a
+    shard_map around theirs, and XLA of JAX 0.12 aborts on nested axes that are not in the order of the mesh.
+    """
+    names = list(Layout())
+    if dict(zip(names, devices.shape, strict=True))["pipeline"] > 1:
+        devices = np.moveaxis(devices, names.index("data"), 0)
+        names.sort(key=lambda name: name != "data")
+    return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * devices.ndim)

@@ -81,7 +81,7 @@ def mesh_around() -> AbstractMesh:
     Raises ValueError for a mesh that the rules know nothing of.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and (mesh.axis_names != tuple(Layout()) or AxisType.Explicit in mesh.axis_types):
+    if not mesh.empty and ({*mesh.axis_names} != {*Layout()} or AxisType.Explicit in mesh.axis_types):
         axes = ", ".join(f"{name} ({type.name})" for name, type in zip(mesh.axis_names, mesh.axis_types, strict=True))
         raise ValueError(
             f"a model runs on a mesh that jaxlm.parallel.mesh.make_mesh makes; this one has the axes {axes}"

@@ -155,6 +155,15 @@ def test_matrices_are_gathered_in_each_tick_or_once(rounds):
     assert memory(once).parameters > memory(work).parameters
 
 
+def test_experts_are_cut_out_of_their_stacks_however_often_others_are_gathered():
+    """Layers that are written out cut them out of stacks; `expert` gathers none of them."""
+    mixture = {**model_fixtures.MIXTURE["feed_forward"], "d_ff": 256}
+    model, layout = model_fixtures.model(feed_forward=mixture, num_layers=4), Layout(pipeline=2, expert=2)
+    work = workload("train", model, 16, 32, layout=layout, microbatches=8, remat="none", scan_layers=False)
+    once = work.with_execution(pipeline_gather="step")
+    assert memory(once).parameters > memory(work).parameters
+
+
 def test_memory_does_not_grow_with_the_number_of_microbatches():
     once, twice = on_stages(microbatches=8), on_stages(microbatches=16, batch=32)
     assert memory(twice) == memory(once)

@@ -110,6 +110,15 @@ def before(device: DeviceStep) -> int:
     return sum(chunks[use.layer] * use.times * device.weight_bytes(use) for use in uses)
 
 
+def stored_before(device: DeviceStep) -> int:
+    """Return the numbers on one device, as stored, of the stacks whose matrices are gathered before all ticks."""
+    work = device.work
+    paths = {device.recording.parameter(use) for use in device.recording.uses if device.is_gathered_before(use)}
+    of = [work.parameters[path] for path in paths]
+    stacks = [each for each in of if dict(zip(each.axes, each.shape, strict=True)).get("layers", 1) > 1]
+    return sum(local_shapes.stored(work, each.axes, each.shape) for each in stacks)
+
+
 def at_loss(device: DeviceStep) -> int:
     """Return the bytes of gathered parameters at the loss: the largest outside of layers, and what the last layer's
     backward pass reads first where that is outside of the loop over layers."""

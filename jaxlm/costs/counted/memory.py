@@ -209,7 +209,8 @@ def _slices(device: DeviceStep) -> int:
     gathering, or behind the barrier of what runs again.
     """
     work, numbers = device.work, _numbers(device.work)
-    chunk = (gathered_memory.before(device) or numbers.stacked * work.itemsize) // work.rounds
+    as_stored = numbers.stacked - gathered_memory.stored_before(device)
+    chunk = (gathered_memory.before(device) + as_stored * work.itemsize) // work.rounds
     if work.execution.in_loop:
         return numbers.sliced * work.itemsize + (chunk if work.rounds > 1 else 0)
     gathers = any(device.gathered_over(use) for use in device.recording.uses if use.layer is not None)

@@ -24,6 +24,7 @@ from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.tree import Tree
 from jaxlm.parallel import compiler_options
+from jaxlm.parallel.batches import axes_of
 from jaxlm.parallel.collectives import summed_over_replicas
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import constrain, mesh_around, replicated
@@ -467,9 +468,9 @@ class TrainStep:
         return StagedModel(*self._abstract, *of_step, dropout, first_index, *scales)
 
     def _in_microbatches(self, batch: Batch) -> Batch:
-        """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""
+        """[B, …] → [M, B / M, …]. Each takes every M-th row, so that it lies on all devices without moving any row."""
         parts = {k: rearrange(x, "(B M) T -> M B T", M=self.training.microbatches) for k, x in batch.items()}
-        return {k: constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+        return {k: constrain(x, None, *axes_of(k)) for k, x in parts.items()}
 
     def _moving_average(self, average: Tree | None, parameters: Tree, updates: jax.Array) -> Tree | None:
         """Return the average after this many updates; its first ones weigh more, so that it forgets where it began."""

@@ -19,6 +19,7 @@ from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import CHOSEN, REJECTED, NothingToLearn, PreferenceRows, cut_remark, rows_of
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import abstract
+from jaxlm.parallel.batches import put_batch
 from jaxlm.training import references
 from jaxlm.training.config import DPOConfig
 from jaxlm.training.step import TrainStep
@@ -127,6 +128,28 @@ def test_the_loss_begins_at_ln_2_and_the_margin_grows(rows, microbatches):
         assert float(metrics["margin"]) == pytest.approx(
             float(metrics["chosen_reward"] - metrics["rejected_reward"]), rel=1e-4
         )
+
+
+SHARED_ROWS = {"fsdp": 2, "context": 4}  # which does not divide the two numbers of `reference` for each row
+
+
+def test_microbatches_of_pairs_lie_on_devices_that_share_rows(rows):
+    step = made(microbatches=2)
+    with jax.set_mesh(meshes.make(**SHARED_ROWS)):
+        _, metrics = jax.eval_shape(step.train, jax.eval_shape(step.init), batch_of(rows, range(8)))
+    assert metrics["loss"].shape == ()
+
+
+@pytest.mark.exhaustive
+def test_devices_that_share_rows_have_one_device_s_loss(rows):
+    batch, losses = jax.device_get(batch_of(rows, range(8))), []
+    batch["reference"] = np.random.default_rng(0).normal(-60, 3, (8, 2)).astype(np.float32)
+    for mesh in (meshes.make(), meshes.make(**SHARED_ROWS)):
+        with jax.set_mesh(mesh):
+            steps = made(microbatches=2).jitted(mesh)
+            state = steps.begin(model_fixtures.placed(MODEL, mesh))
+            losses.append(float(steps.train(state, put_batch(batch, mesh))[1]["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_the_loss_is_that_of_the_paper(rows):

@@ -2,15 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.core import target
-
-_NAN = 0x7FC00000  # its bits
 
 
 @jax.custom_jvp
 def unfused(product: jax.Array) -> jax.Array:
-    """Return a float32 product, rounded by itself, whatever is added to it.
+    """Return a product in float32 or float64, rounded by itself, whatever it is added to.
 
     XLA's code on a CPU computes a product and a sum as one operation, rounded once, in some programs and not in others:
     a result's bits would depend on the program. It does not where the product goes through an operation that its
@@ -19,8 +18,9 @@ def unfused(product: jax.Array) -> jax.Array:
     """
     if target.platform() in ("gpu", "tpu"):
         return product
-    bits = jnp.minimum(jax.lax.bitcast_convert_type(product, jnp.int32), _NAN)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    nan = np.array(np.nan, product.dtype).view(f"int{8 * product.dtype.itemsize}")
+    bits = jnp.minimum(jax.lax.bitcast_convert_type(product, nan.dtype), nan)
+    return jax.lax.bitcast_convert_type(bits, product.dtype)
 
 
 @unfused.defjvp

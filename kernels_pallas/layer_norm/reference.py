@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.core.unfused import unfused
+
 
 def layer_norm(
     x: jax.Array,
@@ -19,7 +21,7 @@ def layer_norm(
         x = x + residual
     wide = x.astype(np.promote_types(x.dtype, jnp.float32))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
+    y = centred * jax.lax.rsqrt(jnp.mean(unfused(jnp.square(centred)), axis=-1, keepdims=True) + epsilon)
     last = (1,) * (x.ndim - 1) + (-1,)
     if scale is not None:
         factor = scale.astype(wide.dtype).reshape(last)

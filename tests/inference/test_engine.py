@@ -1,7 +1,6 @@
 """The engine's invariants, to the bit: a request's tokens, and the stream that they are drawn from, are its own."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from matrices import sampled
 
 from jaxlm import api
 from jaxlm.core.errors import InputError
-from jaxlm.inference import programs
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.requests import Request, Sampling
@@ -316,22 +314,6 @@ def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
     """Requests that are not cancelled have the tokens that they have alone."""
     cancelled, _ = serve_at_random(engine, 16, compared=4)
     assert cancelled
-
-
-@pytest.fixture
-def as_users_compile(monkeypatch):
-    """Compile an engine's programs at XLA's own level. The suite's machine code is made quickly, and has no product
-    and sum in one operation, which is rounded once."""
-    flags = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-    if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
-        flags["xla_cpu_use_fusion_emitters"] = True
-    compiled = [each for each in vars(programs).values() if hasattr(each, "cache_clear")]
-    for each in compiled:
-        each.cache_clear()
-    monkeypatch.setattr(programs, "_EXACT_ON_CPU", programs._EXACT_ON_CPU | flags)
-    yield
-    for each in compiled:
-        each.cache_clear()
 
 
 RANDOM = [

@@ -47,7 +47,7 @@ CASES += [("mixed", {"context": 2}, "int8"), ("gpt2", {"context": 8}, None)]
 )
 def test_devices_send_what_layers_keep_of_a_chunk_and_the_rows_of_draws(family, sizes, cache_dtype):
     """Whole heads are not gathered where devices have parts of them."""
-    model, mesh, layout = of_family(family, num_layers=1), meshes.make(**sizes), meshes.layout(**sizes)
+    model, mesh, layout = of_family(family), meshes.make(**sizes), meshes.layout(**sizes)
     settings = replace(SETTINGS, slots=2 * layout["data"], cache_dtype=cache_dtype)
     programs = EnginePrograms.of(model, mesh, jnp.dtype("float32"), settings)
     sized = {"page": SETTINGS.page, "chunk_tokens": SETTINGS.chunk_tokens, "cache_dtype": cache_dtype}

@@ -29,3 +29,15 @@ def abstract(*sizes: int, device: AbstractDevice | None = None, **named: int) ->
 def have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let commands that are called in this process find so many devices alone."""
     monkeypatch.setattr("jaxlm.parallel.devices.start", lambda wanted: jax.devices()[:count])
+
+
+def as_users_run(function):
+    """Return a function that is compiled for one CPU at a level at which machine code has products and sums in one
+    operation, as users' has. The suite's is made quickly, and has none."""
+    program = jax.jit(function, compiler_options={"xla_backend_optimization_level": 1})
+
+    def run(*operands):
+        with jax.set_mesh(make()):
+            return program(*operands)
+
+    return run

@@ -9,14 +9,14 @@ from kernels_pallas.core import target
 
 @jax.custom_jvp
 def unfused(product: jax.Array) -> jax.Array:
-    """Return a product in float32 or float64, rounded by itself, whatever it is added to.
+    """Return a product in float32 or float64; on a mesh of CPUs rounded by itself, whatever it is added to.
 
     XLA's code on a CPU computes a product and a sum as one operation, rounded once, in some programs and not in others:
     a result's bits would depend on the program. It does not where the product goes through an operation that its
     compiler cannot remove. Here that is the minimum of its bits, as an integer, and those of a NaN: infinity and finite
     numbers are less, or negative.
     """
-    if target.platform() in ("gpu", "tpu"):
+    if target.platform() != "cpu":
         return product
     nan = np.array(np.nan, product.dtype).view(f"int{8 * product.dtype.itemsize}")
     bits = jnp.minimum(jax.lax.bitcast_convert_type(product, nan.dtype), nan)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from matrices import sampled
+from meshes import as_users_run
 from numerics import problem, results_and_gradients
 
 from jaxlm.models.recurrences.matrix_state import matrix_recurrence
@@ -192,7 +193,7 @@ def test_products_of_a_token_are_rounded_before_they_are_added():
     """S exp(g) + k v in machine code as users run it, where it could be rounded once, and in each program otherwise."""
     (query, key, value, log_decay, delta, skip, state), *flags = operands("state_space", 1, dtype=np.float32)
 
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+    @as_users_run
     def after(state, key):
         return state_space(query, key, value, log_decay, delta, skip, state, *flags, implementation="xla")[1]
 

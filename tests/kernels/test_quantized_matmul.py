@@ -1,12 +1,11 @@
 """Products with quantised matrices: how numbers are rounded and stored, what a row depends on, and bad input."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from matrices import sampled
+from meshes import as_users_run
 from numerics import check, drawn, served
 
 from kernels_pallas import quantized_matmul
@@ -203,7 +202,7 @@ def test_a_product_has_the_same_bits_whatever_is_added_to_it(kind):
     values, scales = stored(kind, None)
     x, added = drawn((5, 128), (5, 40))
 
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+    @as_users_run
     def product(x, *added):
         y = quantized_matmul(x, values.T, scales.T, kind=kind, by_outputs=True, implementation="xla")
         return sum(added, y)

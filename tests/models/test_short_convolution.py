@@ -105,7 +105,7 @@ def test_products_with_taps_are_rounded_before_they_are_added():
     tail, x, weights = (draw.normal(size=size).astype(np.float32) for size in ((3, 3, 96), (3, T, 96), (4, 96)))
     recurrence = convolution.short_convolution((weights, (None, None)), None, "tail", x.dtype, "linear")
 
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+    @meshes.as_users_run
     def outputs(tail, x):
         rows = ChunkRows(jnp.ones(x.shape[:2], bool), jnp.zeros(x.shape[:2], bool))
         return recurrence.chunk({"tail": tail}, rows, x, weights)[1]

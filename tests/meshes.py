@@ -32,8 +32,8 @@ def have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def as_users_run(function):
-    """Return a function that is compiled for one CPU at a level at which machine code has products and sums in one
-    operation, as users' has. The suite's is made quickly, and has none."""
+    """Return a function that is compiled for one CPU with fused multiply-adds, as users' programs are: the suite's
+    machine code is made quickly, without."""
     program = jax.jit(function, compiler_options={"xla_backend_optimization_level": 1})
 
     def run(*operands):

@@ -1,4 +1,4 @@
-"""Products that are rounded before they are added."""
+"""Products that a CPU does not compute as fused multiply-adds."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from kernels_pallas.core import target
 
 @jax.custom_jvp
 def unfused(product: jax.Array) -> jax.Array:
-    """Return a product in float32 or float64; on a mesh of CPUs rounded by itself, whatever it is added to.
+    """Return a product of any shape, float32 or float64. On a mesh of CPUs it is rounded before it is added.
 
-    XLA's code on a CPU computes a product and a sum as one operation, rounded once, in some programs and not in others:
-    a result's bits would depend on the program. It does not where the product goes through an operation that its
-    compiler cannot remove. Here that is the minimum of its bits, as an integer, and those of a NaN: infinity and finite
-    numbers are less, or negative.
+    XLA's code on a CPU computes a product and a sum as a fused multiply-add, which rounds once, in some programs and
+    not in others: a result's bits would depend on the program. It does not where the product goes through an operation
+    that its compiler cannot remove. Here that is the minimum of its bits, as an integer, and those of a NaN: infinity
+    and finite numbers are less, or negative. Gradients are those of the identity.
     """
     if target.platform() != "cpu":
         return product

@@ -9,10 +9,10 @@ from jaxlm.inference import programs
 
 @pytest.fixture
 def as_users_compile(monkeypatch):
-    """Compile an engine's programs at XLA's own level. The suite's machine code is made quickly, and has no product
-    and sum in one operation, which is rounded once."""
+    """Compile an engine's programs at XLA's own level: the suite's machine code is made quickly, without fused
+    multiply-adds."""
     flags = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-    if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+    if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
         flags["xla_cpu_use_fusion_emitters"] = True
     compiled = [each for each in vars(programs).values() if hasattr(each, "cache_clear")]
     for each in compiled:
